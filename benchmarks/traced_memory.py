@@ -1,6 +1,6 @@
 """MemoryModel beside what tensors take on fake tensors (hf_longctx/training/traced.py), by family, sharding and recomputation.
 
-    python benchmarks/traced_memory.py --json benchmarks/results/traced_memory.json --check        # 6 minutes of one core
+    python benchmarks/traced_memory.py --json benchmarks/results/traced_memory.json --check        # 8 minutes of one core
     python benchmarks/traced_memory.py --only "gpt-oss 20B, zero3"
 
 Real widths, few layers, one document over all ranks, and gradients of earlier micro-batches. Counted over traced is to be
@@ -23,6 +23,7 @@ from hf_longctx import Layout, patch_model, zigzag
 from hf_longctx.commands.preflight.trace_run import with_layers
 from hf_longctx.commands.shared.models import published_sizes, transformers_config
 from hf_longctx.hardware.kernel_bytes import returned
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.training.traced import Traceable, kernel_on_any_device
 
@@ -43,6 +44,13 @@ class Case:
     checkpointing: bool = True
     keep_attention: bool = False
     tile_tokens: int = 0
+    lora_rank: int = 0
+    """of adapters on all linear layers, which are float32"""
+
+    @property
+    def half(self) -> bool:
+        """Whether weights are held in bfloat16: accelerate's FSDP2 holds all in float32, and gathers them in bfloat16."""
+        return self.sharding == "ddp"
 
 
 CASES = {
@@ -62,6 +70,10 @@ CASES = {
     "OLMo 2 7B, zero2": Case("allenai/OLMo-2-1124-7B", "zero2", layers=3),
     "Phi 4, zero3": Case("microsoft/phi-4", ranks=16, layers=3),
     "GLM 4 32B, zero3": Case("zai-org/GLM-4-32B-0414", ranks=32, layers=3),
+    "Llama 8B, ddp, LoRA": Case("meta-llama/Llama-3.1-8B", "ddp", lora_rank=16),
+    "Mistral 7B, ddp, LoRA": Case("mistralai/Mistral-7B-v0.3", "ddp", lora_rank=16),
+    "Mixtral 8x7B, ddp, LoRA": Case("mistralai/Mixtral-8x7B-v0.1", "ddp", layers=3, lora_rank=16),
+    "Qwen3 8B, ddp, LoRA": Case("Qwen/Qwen3-8B", "ddp", lora_rank=16),
 }
 RANK = 2
 """Whose micro-batch is traced, where there are as many."""
@@ -73,12 +85,13 @@ def compared(case: Case) -> dict[str, float]:
     sizes = published_sizes(case.model)
     assert sizes is not None
     full = transformers_config(sizes)
-    config, whole = with_layers(full, range(case.layers)), case.sharding == "ddp"
+    config = with_layers(full, range(case.layers))
     counted = MemoryModel.from_config(
         config,
         world_size=case.ranks,
         sharding=case.sharding,
-        weight_bytes=2 if whole else 4,
+        weight_bytes=2 if case.half else 4,
+        lora_rank=case.lora_rank,
         checkpointing=case.checkpointing,
         keep_attention=case.keep_attention,
         mlp_tile_tokens=case.tile_tokens,
@@ -89,7 +102,9 @@ def compared(case: Case) -> dict[str, float]:
 
     def model_of(layers: int) -> Any:
         with torch.device("meta"):
-            made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if whole else torch.float32)
+            made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if case.half else torch.float32)
+            if case.lora_rank:
+                made = add_lora(made, r=case.lora_rank, init_lora_weights=False)
         patch_model(made, kernel=kernel, liger_kernels=False, mlp_tile_tokens=case.tile_tokens)
         if case.checkpointing:
             made.gradient_checkpointing_enable({"use_reentrant": False})

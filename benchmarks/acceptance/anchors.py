@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from acceptance.record import Shown
+
 
 @dataclass(frozen=True)
 class Anchor:
@@ -27,7 +29,7 @@ class Anchor:
             "setting": self.setting,
             "published": f"{self.published:,g} {self.unit}",
             "ours": "-" if own is None else f"{own:,.0f} {self.unit}",
-            "ours / published": "-" if own is None else f"{own / self.published:.2f}",
+            "ours / published": "-" if own is None else f"{Shown(own / self.published):.2f}",
             "what differs": self.remark,
         }
 

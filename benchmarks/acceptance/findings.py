@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 
-from acceptance.record import DONE, NOT_POSSIBLE, RUNNING, Record
+from acceptance.record import DONE, NOT_POSSIBLE, RUNNING, Record, Shown
 
 CONFIRMED, REFUTED, NOT_MEASURED = "confirmed", "refuted", "not measured here"
 COMPARISONS = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt}
@@ -247,10 +247,10 @@ def verdict(finding: Finding, records: Mapping[str, Record]) -> Verdict:
     sign, bound = finding.confirmed_if
     confirmed = COMPARISONS[sign](value, bound)
     kind = CONFIRMED if confirmed else REFUTED
-    words = (finding.confirmed if confirmed else finding.refuted).format(x=value)
+    words = (finding.confirmed if confirmed else finding.refuted).format(x=Shown(value))
     name, more = finding.also
     if name in figures:
-        words += more.format(y=figures[name][0])
+        words += more.format(y=Shown(figures[name][0]))
     if not judges:
         seen = "these are figures of a CPU or of tiny shapes"
         return Verdict(finding, NOT_MEASURED, f"{seen}, by which it would be {kind}: {words}")

@@ -19,7 +19,7 @@ from acceptance.anchors import ANCHORS
 from acceptance.catalogue import Part
 from acceptance.findings import CONFIRMED, NOT_MEASURED, REFUTED, Verdict, verdicts
 from acceptance.flow import Folder
-from acceptance.record import DONE, FAILED, NOT_POSSIBLE, OUT_OF_TIME, RUNNING, Record
+from acceptance.record import DONE, FAILED, NOT_POSSIBLE, OUT_OF_TIME, RUNNING, Record, Shown
 
 STYLE = Path(__file__).parents[2] / "hf_longctx" / "report" / "page" / "page.css"
 TEMPLATE = "page.html.j2"
@@ -130,7 +130,7 @@ def bars(picture: Picture, records: Mapping[str, Record]) -> dict[str, Any] | No
             {
                 "name": name.removeprefix(before).removesuffix(after) + picture.unit,
                 "width": round(100 * value / most, 2),
-                "number": picture.form.format(value),
+                "number": picture.form.format(Shown(value)),
             }
             for name, value in values.items()
         ],

@@ -20,6 +20,20 @@ RUNNING, DONE, FAILED, OUT_OF_TIME, NOT_POSSIBLE = "running", "done", "failed", 
 LAST_LINES = 25
 
 
+class Shown(float):
+    """A figure that is never printed as nothing: where a format would leave no digit of it but zeros, its first one is written.
+
+    >>> f"x{Shown(0.0034):.2f}", f"{Shown(0.0034):.0%}", f"{Shown(0.34):.0%}"
+    ('x0.003', '0.3%', '34%')
+    """
+
+    def __format__(self, form: str) -> str:
+        text = super().__format__(form)
+        if not self or any(digit in text for digit in "123456789"):
+            return text
+        return f"{100 * self:.1g}%" if form.endswith("%") else f"{float(self):.1g}"
+
+
 class NotPossibleError(Exception):
     """This machine lacks what a part needs; the message says what."""
 

@@ -111,7 +111,10 @@ def attend(
                 merge_(out_part, lse_part, partial)
     if sinks is not None:
         add_sinks_(out, lse, sinks)
-    return out.to(q.dtype), lse, travelling.kept
+    # A kernel's output lies in memory as q does, which a model may have head by head; the projection that comes next would copy
+    # it then, and both would be kept until backward.
+    out = out.to(q.dtype, memory_format=torch.contiguous_format).contiguous()
+    return out, lse, travelling.kept
 
 
 def _local(

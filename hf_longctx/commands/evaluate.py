@@ -207,7 +207,9 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
         tokenizer = _tokenizer(paths, wanted)
         tasks = wanted.tasks or (LOSSES if tokenizer is None else TASKS)
         hidden = [task for task in tasks if task in RETRIEVAL]
-        documents = as_documents(read_rows(wanted.data, wanted.split, max(wanted.lengths or HIDDEN_IN[True]), tokenizer))
+        documents = as_documents(
+            read_rows(wanted.data, wanted.split, max(wanted.lengths or HIDDEN_IN[True]), tokenizer)
+        )
     haystack = []
     if "needle" in hidden:
         haystack = pieces_of(tokenizer, [tokenizer.decode(document.ids) for document in documents])

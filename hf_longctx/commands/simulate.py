@@ -52,6 +52,10 @@ def simulate(
         typer.Option(help=f"Train {', '.join(ARCHITECTURES)}; a directory with config.json; a hub id."),
     ] = "llama-7b",
     cluster: Annotated[str, typer.Option(help=f"Use {', '.join(CLUSTERS)}; or a profile's file.")] = "h100",
+    attention: Annotated[
+        str | None,
+        typer.Option(help="Attend by this kernel: flash_attn_3. By default flash_attn_2.", show_default=False),
+    ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs or NPUs in all.")] = 64,
     context: Annotated[str, typer.Option(help="Cut documents beyond so many tokens.")] = "256K",
     distribution: Annotated[str, typer.Option(help="Draw lengths, or take DATA as in `plan`.")] = "github",
@@ -105,7 +109,7 @@ def simulate(
     wanted = ".png" if values else ".html"
     if output is not None and output.suffix != wanted:
         raise ValueError(f"--output {output} must end in {wanted} {'with' if values else 'without'} --sweep")
-    names, config, nodes = read_planners(planner), read_config(model), _cluster(cluster)
+    names, config, nodes = read_planners(planner), read_config(model), _cluster(cluster, attention)
     fixed: dict[str, Any] = {
         "sharding": sharding,
         "tensor_parallel": tensor_parallel,
@@ -124,7 +128,7 @@ def simulate(
     console = screen()
     title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}"
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
-    title += f", {schedule}" * (schedule != "1f1b")
+    title += f", {schedule}" * (schedule != "1f1b") + f", attention by {attention}" * (attention is not None)
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     results, failed = [], {}
     for devices, longest in sizes:
@@ -176,10 +180,11 @@ def read_axes(given: Sequence[str]) -> dict[str, list[int]]:
     return values
 
 
-def _cluster(name: str) -> Cluster:
+def _cluster(name: str, kernel: str | None) -> Cluster:
     from hf_longctx.hardware.devices import read_cluster
 
-    return read_cluster(name, "--cluster")
+    cluster = read_cluster(name, "--cluster")
+    return cluster if kernel is None else cluster.attending_by(kernel)
 
 
 def _batches(

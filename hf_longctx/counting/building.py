@@ -118,7 +118,7 @@ def linear_widths(module: torch.nn.Module) -> tuple[int, int] | None:
     return None
 
 
-def add_adapters(built: Built, rank: int, targets: tuple[str, ...] | None) -> int:
+def add_adapters(built: Built, rank: int, targets: tuple[str, ...] | None, dtype: torch.dtype) -> int:
     """Add LoRA adapters as PEFT does, which alone are trained then, to linear layers of these names (None: of all in decoder
     layers), and return their parameters."""
     built.model.requires_grad_(False)
@@ -128,7 +128,7 @@ def add_adapters(built: Built, rank: int, targets: tuple[str, ...] | None) -> in
             for name, module in layer.named_modules():
                 widths = linear_widths(module)
                 if widths is not None and (targets is None or name.rpartition(".")[2] in targets):
-                    module.register_forward_hook(_Adapter(*widths, rank))
+                    module.register_forward_hook(_Adapter(*widths, rank, dtype))
                     adapters += rank * sum(widths)
     # A product, because modeling code may change its embeddings in place.
     built.model.get_input_embeddings().register_forward_hook(lambda *called: called[-1].requires_grad_() * 1)
@@ -136,15 +136,15 @@ def add_adapters(built: Built, rank: int, targets: tuple[str, ...] | None) -> in
 
 
 class _Adapter:
-    """Adds what PEFT adds to a linear layer's output: the product of two matrices in float32, [rank, inputs] and
+    """Adds what PEFT adds to a linear layer's output: the product of two matrices of `dtype`, [rank, inputs] and
     [outputs, rank]. A hook of modules."""
 
-    def __init__(self, inputs: int, outputs: int, rank: int) -> None:
-        self.down = torch.nn.Parameter(torch.empty(rank, inputs))
-        self.up = torch.nn.Parameter(torch.empty(outputs, rank))
+    def __init__(self, inputs: int, outputs: int, rank: int, dtype: torch.dtype) -> None:
+        self.down = torch.nn.Parameter(torch.empty(rank, inputs, dtype=dtype))
+        self.up = torch.nn.Parameter(torch.empty(outputs, rank, dtype=dtype))
 
     def __call__(self, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...], out: torch.Tensor) -> torch.Tensor:
-        inner = torch.nn.functional.linear(inputs[0].to(torch.float32), self.down)
+        inner = torch.nn.functional.linear(inputs[0].to(self.down.dtype), self.down)
         return (out + torch.nn.functional.linear(inner, self.up) * 2.0).to(out.dtype)
 
 

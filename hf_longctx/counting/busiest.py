@@ -1,8 +1,9 @@
 """The moment at which backward through one decoder layer holds most, until its attention runs: bytes per token.
 
-A layer that checkpointing recomputes is run again by itself, forward and backward, on fake tensors of two lengths. After each
-operation the storages that are alive are added up. Both lengths run the same operations, so that the
-difference is what grows with the tokens:
+A layer is run by itself as checkpointing runs it, on fake tensors of two lengths: forward, which keeps nothing, then
+backward, which recomputes it up to the last tensor that is needed while the gradients of its last operations wait. After each
+operation the storages that are alive are added up. Both lengths run the same operations, so that the difference is what grows
+with the tokens:
 
     bytes per token after operation k = (alive[k] of the longer - alive[k] of the shorter) / (longer - shorter)
 
@@ -23,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.checkpoint import checkpoint
 
 from hf_longctx.counting.stand_ins import AttentionReached
 
@@ -90,7 +92,7 @@ def busiest(layer: torch.nn.Module, calls: Sequence[Call], tokens: Sequence[int]
 
 
 def _alive(layer: torch.nn.Module, call: Call, autocast: bool) -> list[int]:
-    """Bytes that are alive after each operation of the layer, forward and backward."""
+    """Bytes that are alive after each operation of the layer: forward, again, and backward."""
     arguments, keywords = tree_map_only(torch.Tensor, torch.Tensor.detach, call)
     hidden = next(leaf for leaf in tree_flatten((arguments, keywords))[0] if _is_tensor(leaf))
     hidden.requires_grad_()
@@ -102,7 +104,8 @@ def _alive(layer: torch.nn.Module, call: Call, autocast: bool) -> list[int]:
     try:
         with mode, torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=autocast), alive:
             gradient = torch.empty_like(hidden)
-            out = next(leaf for leaf in tree_flatten(layer(*arguments, **keywords))[0] if _is_tensor(leaf))
+            made = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False, **keywords)
+            out = next(leaf for leaf in tree_flatten(made)[0] if _is_tensor(leaf))
             alive.leave_out(out)  # the next layer's input, which that layer keeps
             out.backward(gradient.to(out.dtype))
     except AttentionReached:

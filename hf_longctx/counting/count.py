@@ -63,6 +63,7 @@ def count_kept(
     activation_bytes: int,
     lora_rank: int = 0,
     lora_targets: tuple[str, ...] | None = None,
+    adapter_bytes: int = 4,
 ) -> KeptBytes:
     """Count what autograd keeps of a model.
 
@@ -71,12 +72,13 @@ def count_kept(
         weight_bytes, activation_bytes: 4 and 4, 2 and 2, or 4 and 2, which is autocast.
         lora_rank: of adapters, which alone are trained; 0: all weights are.
         lora_targets: names of linear layers that are adapted; None: all in decoder layers.
+        adapter_bytes: of the adapters' weights where they compute.
 
     Raises:
         ValueError: as of `count_model`; or attention does not go through transformers' interface, so that it keeps scores of
             all pairs, whose bytes are not linear in the tokens.
     """
-    return _count_kept(_Keyed.of(config), weight_bytes, activation_bytes, lora_rank, lora_targets)
+    return _count_kept(_Keyed.of(config), weight_bytes, activation_bytes, lora_rank, lora_targets, adapter_bytes)
 
 
 @dataclass
@@ -240,7 +242,12 @@ def _counted(keyed: _Keyed) -> _Counted:
 
 @lru_cache(maxsize=CACHED)
 def _count_kept(
-    keyed: _Keyed, weight_bytes: int, activation_bytes: int, lora_rank: int, lora_targets: tuple[str, ...] | None
+    keyed: _Keyed,
+    weight_bytes: int,
+    activation_bytes: int,
+    lora_rank: int,
+    lora_targets: tuple[str, ...] | None,
+    adapter_bytes: int,
 ) -> KeptBytes:
     config = building.transformers_config(keyed.config)
     counted = _counted(keyed)
@@ -250,7 +257,7 @@ def _count_kept(
             f"{building.named(config)}: memory cannot be counted. Its attention does not go through transformers' interface and "
             "keeps scores of all pairs of tokens, whose bytes are not linear in the tokens. Valid: a capacity in tokens"
         )
-    adapters = building.add_adapters(built, lora_rank, lora_targets) if lora_rank else 0
+    adapters = building.add_adapters(built, lora_rank, lora_targets, DTYPES[adapter_bytes]) if lora_rank else 0
     runs = [_run(built, tokens, keep=True, autocast=activation_bytes < weight_bytes) for tokens in lengths]
     first, second = (run.saved for run in runs)
     assert first is not None

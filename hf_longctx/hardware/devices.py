@@ -33,6 +33,9 @@ and the weight (14)."""
 MEMORY_SHARE = 0.8
 """Share of the published memory bandwidth that a fused optimizer achieves; kernels that stream reach 0.8 to 0.9."""
 
+USUAL_KERNELS = ("flash_attn_2", "cuda_varlen")
+"""Kernels that the presets' shares of the peak are of."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
@@ -59,6 +62,8 @@ class Cluster:
     """of matmul_flops that attention achieves on long blocks, forward and backward, as cost.py counts its FLOPs"""
     linear_share: float
     """of matmul_flops that everything linear in the tokens achieves"""
+    other_kernels: tuple[tuple[str, float], ...] = ()
+    """kernels of attention other than flash-attention 2 -> the share that each achieves, where somebody has published it"""
     inside_share: float = 0.8
     """of inside_bytes that is achieved"""
     between_share: float = 0.88
@@ -85,6 +90,19 @@ class Cluster:
     @property
     def host_bytes_per_rank(self) -> int:
         return self.host_bytes // self.ranks_per_node
+
+    def attending_by(self, kernel: str) -> Cluster:
+        """Return the same machine with attention as fast as this kernel makes it. Raises ValueError where that is not known."""
+        shares = dict(self.other_kernels) | (
+            {} if self.measured else dict.fromkeys(USUAL_KERNELS, self.attention_share)
+        )
+        if kernel not in shares:
+            valid = ", ".join(sorted(shares)) or "none, as a profile measured the kernel that ran"
+            raise ValueError(
+                f"the speed of attention by {kernel!r} on {self.name} is not known; valid: {valid}. `hf-longctx profile` on one "
+                "such device measures what is installed there"
+            )
+        return replace(self, attention_share=shares[kernel])
 
     def speed(self) -> RankSpeed:
         """Give what one rank achieves, in bfloat16.
@@ -146,13 +164,14 @@ H100 = Cluster(
     host_bandwidth=50e9,
     attention_share=0.29,
     linear_share=0.69,
+    other_kernels=(("flash_attn_3", 0.51),),
 )
 """DGX H100: 8 H100 SXM of 80 GB, NVLink 4, 8 ConnectX-7 of 400 Gb/s, PCIe 5.0 x16 for each GPU (NVIDIA's data sheets).
 
 Achieved: attention is flash-attention 2, the kernel that this package runs: forward 370, backward 322 TFLOP/s at 16K
 tokens and a head dimension of 128 (arXiv 2407.08608), so 287, 29 %; blocks of
-512 tokens run at 70 % of that. Flash-attention 3 does 648 and
-561: 51 %. Host: 55 of 63 GB/s for one GPU (ML Engineering); 8 at once are an estimate."""
+512 tokens run at 70 % of that, and torch's own kernel is a copy of it. Flash-attention 3 does 648 and 561: 51 %. Host: 55 of
+63 GB/s for one GPU (ML Engineering); 8 at once are an estimate."""
 
 H800 = replace(H100, name="h800", inside_bytes=200e9)
 """An H100 with NVLink cut to 400 GB/s, both directions (DeepSeek-V3, arXiv 2412.19437; DeepEP measures 153 to 158 GB/s one
@@ -170,6 +189,7 @@ B200 = replace(
     inside_bytes=900e9,
     attention_share=0.2,
     linear_share=0.67,
+    other_kernels=(),
 )
 """DGX B200: 8 B200 of 180 GB, NVLink 5, 8 ConnectX-7 of 400 Gb/s, PCIe 5.0 x16 (NVIDIA's data sheets). The share of attention is
 an estimate: kernels that were written for older tensor cores leave more of a faster peak unused."""
@@ -243,6 +263,7 @@ MI300X = replace(
     inside_bytes=448e9,
     attention_share=0.25,
     linear_share=0.44,
+    other_kernels=(),
     mesh_links=7,
 )
 """8 MI300X of 192 GB, a full mesh of 7 Infinity Fabric links of 64 GB/s one way, 8 cards of 400 Gb/s, PCIe 5.0 x16 (AMD's data

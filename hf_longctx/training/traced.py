@@ -16,7 +16,7 @@ runs, and states of the optimizer. Nothing is sent.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -31,6 +31,7 @@ from torch.distributed._tools.mem_tracker import MemTracker
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -104,7 +105,7 @@ class Traceable:
                 ids, rows = torch.zeros((1, tokens), dtype=torch.int64), torch.arange(tokens)
                 keep = "always" if self.keep_attention else "never"
                 memory = ActivationMemory(model, keep_attention=keep, device="cpu")
-                tracker = memory_tracker()
+                tracker = MemoryTracker()
                 tracker.track_external(model, ids)
                 with tracker:
                     if sharded is not None:
@@ -146,16 +147,32 @@ def _elsewhere(count: int, *, pinned: bool) -> torch.Tensor:
     return torch.empty(count, dtype=torch.uint8, device="meta")
 
 
-def memory_tracker() -> MemTracker:
-    """Make torch's tracker of memory. It asks for the graph of a module's inputs, which those of a tile have none of."""
-    made = MemTracker()
-    follow = made._mod_tracker._fw_pre_hook
+NO_HOOK = RemovableHandle(OrderedDict())
 
-    def before(module: torch.nn.Module, inputs: Any) -> None:
-        follow(module, inputs if torch.is_grad_enabled() else ())
 
-    made._mod_tracker._fw_pre_hook = before  # type: ignore[method-assign]
-    return made
+class MemoryTracker(MemTracker):
+    """torch's tracker of memory, also of models that are frozen in part, and of tiles.
+
+    It hooks the gradient of every weight, and frozen ones have none; it asks for the graph of a module's inputs, and those of a
+    tile have none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        follow = self._mod_tracker._fw_pre_hook
+
+        def before(module: torch.nn.Module, inputs: Any) -> None:
+            follow(module, inputs if torch.is_grad_enabled() else ())
+
+        self._mod_tracker._fw_pre_hook = before  # type: ignore[method-assign]
+
+    def _track_module_params_and_buffers(
+        self, module: torch.nn.Module, install_grad_hooks: bool = True
+    ) -> tuple[int, int]:
+        for parameter in module.parameters():
+            if not parameter.requires_grad:
+                self._param_to_grad_hook_handles.setdefault(parameter, (NO_HOOK, NO_HOOK))
+        return super()._track_module_params_and_buffers(module, install_grad_hooks)
 
 
 def _with_values(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -142,6 +142,7 @@ def test_the_page_shows_all_of_it(flow: Any, tmp_path: Path):
       headline: document.getElementById("headline").textContent,
       send: document.getElementById("send").textContent,
       wide: document.documentElement.scrollWidth - innerWidth,
+      cut: [...document.querySelectorAll("table")].filter((table) => table.offsetWidth > innerWidth).length,
     };"""
     from acceptance.catalogue import PARTS
 
@@ -151,6 +152,7 @@ def test_the_page_shows_all_of_it(flow: Any, tmp_path: Path):
     assert opened.answer["parts"] == len(PARTS)
     assert opened.answer["bars"] > 10
     assert opened.answer["wide"] <= 0
+    assert opened.answer["cut"] == 0
     assert f"Of {len(PARTS)} parts: {len(PARTS) - 2} done, 2 not possible here." in opened.answer["headline"]
     assert "attach this page, verdicts.json and the folder records" in opened.answer["send"]
 
@@ -297,6 +299,16 @@ def test_the_words_of_a_verdict():
     )
     assert words[13] == "14: not measured here, because it takes two GPUs, and 1 can be used here"
     assert words[18] == "19: not measured here, because it takes hundreds of ranks"
+
+
+def test_figures_too_small_for_their_format_are_not_printed_as_nothing():
+    from acceptance.findings import verdicts
+    from acceptance.record import Record, Shown
+
+    figures = {"order/one document/ours": 0.0034}
+    judged = verdicts({"order": Record("order", "cuda", False, "done", figures=figures)})
+    assert str(judged[0]) == "1: refuted, x0.003 at worst: the setting may be on"
+    assert [f"{Shown(value):.0%}" for value in (0.0034, 0.34, 0.0)] == ["0.3%", "34%", "0%"]
 
 
 def test_published_figures_stand_beside_ours():

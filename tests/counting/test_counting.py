@@ -145,6 +145,26 @@ def test_counts_are_those_of_the_formulas(family: str, fields: dict[str, Any]):
         assert TokenBytes(sizes, precision, Adapters(targets, 8)).layer == kept.layer
 
 
+@pytest.mark.parametrize(
+    ("family", "experts", "targets"),
+    [("llama", 1, ("q_proj", "v_proj")), ("llama", 1, None), ("mixtral", 2, None)],
+    ids=["attention", "all", "frozen experts"],
+)
+def test_adapters_need_what_a_layer_that_is_run_holds(family: str, experts: int, targets: tuple[str, ...] | None):
+    """Recomputing an MLP and its backward, where widths are to each other as in models of 8B."""
+    wide = {"intermediate_size": 28 * SIZES["hidden_size"] // 8 // 8 * 8}
+    chosen = {"num_local_experts": 2 * experts, "num_experts_per_tok": experts} if experts > 1 else {}
+    config = transformers.AutoConfig.for_model(family, **(SIZES | wide | chosen))
+    sizes = ModelSizes.of(config, 1)
+    by_modules = model_sizes._counted_sizes(count_model(config), family, 1)
+    names = sizes.adapted(targets)
+    for precision in (Precision(2, 2), Precision(2, 2, adapter=2), Precision(4, 2), Precision(4, 4)):
+        formula = TokenBytes(sizes, precision, Adapters(names, 8))
+        kept = CountedTokenBytes(by_modules, config, precision, 8, names)
+        working = max(kept.recomputing, kept.flowing + kept.mlp_working)
+        assert 1.0 <= (formula.layer + formula.recomputing) / (kept.layer + working) <= 1.15
+
+
 def test_windows_chunks_and_widths_by_hand():
     gemma = count_model(tiny("gemma3_text"))
     assert [shape.window for shape in gemma.attention] == [7, None]

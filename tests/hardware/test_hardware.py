@@ -152,6 +152,20 @@ def test_this_machine(tmp_path):
     assert from_profile(path).host_bandwidth == H200.host_bandwidth
 
 
+def test_attention_is_as_fast_as_the_kernel_that_is_named(tmp_path):
+    faster = H200.attending_by("flash_attn_3")
+    assert faster.speed().attention_flops == 0.51 * H200.matmul_flops
+    assert faster.speed().linear_flops == H200.speed().linear_flops
+    for kernel in ("flash_attn_2", "cuda_varlen"):
+        assert H200.attending_by(kernel) == H200
+    path = tmp_path / "profile.json"
+    a_profile("NVIDIA H200").save(path)
+    for cluster, valid in ((CLUSTERS["a100"], "cuda_varlen, flash_attn_2"), (from_profile(path), "none, as a profile")):
+        with pytest.raises(ValueError, match=rf"by 'flash_attn_3' on .* is not known; valid: {valid}"):
+            cluster.attending_by("flash_attn_3")
+    assert not CLUSTERS["b200"].other_kernels  # an H100's share says nothing of it
+
+
 def test_no_profile(tmp_path):
     with pytest.raises(CalibrationError, match=r"missing\.json"):
         from_profile(tmp_path / "missing.json")

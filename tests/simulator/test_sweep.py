@@ -195,6 +195,7 @@ def test_the_verb_takes_a_users_documents_and_machine(tmp_path: Path, capsys: py
     ("options", "message"),
     [
         ({"planner": "best"}, r"--planner 'best' is unknown; valid: all, hdp, static_cp"),
+        ({"attention": "flash_attn_4"}, r"attention by 'flash_attn_4' on h100 is not known; valid: .*flash_attn_3"),
         ({"cluster": "gb300"}, r"--cluster 'gb300' is unknown; valid: a100, h100, .*or a .json file"),
         ({"output": Path("x.png")}, r"--output x.png must end in .html without --sweep"),
         ({"sweep": ["gpus=8"], "output": Path("x.html")}, r"--output x.html must end in .png with --sweep"),

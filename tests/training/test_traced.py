@@ -4,10 +4,20 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from hf_longctx import Exchange, Layout, patch_model, zigzag
-from hf_longctx.training.traced import Choice, Trace, Traceable, counted_on, kernel_on_any_device
+from hf_longctx.attention.engine import layout_attention
+from hf_longctx.training.traced import (
+    Choice,
+    RecordingExchange,
+    Trace,
+    Traceable,
+    counted_on,
+    fake_world,
+    kernel_on_any_device,
+)
 from tests.worlds.rank_pool import RankPool
 
 TOKENS = 100
@@ -63,6 +73,33 @@ def test_a_family_whose_masks_carry_the_layout_is_traced():
         few, more = (Traceable(model_of, layout, 1, 4, 4, "zero3").trace(layers) for layers in (1, 2))
     assert {peer: 2 * count for peer, count in few.sent.items()} == more.sent
     assert set(few.sent) == {0, 2, 3}
+
+
+@pytest.mark.parametrize("sharding", ["ddp", "zero3"])
+def test_a_model_that_is_frozen_in_part_is_traced(sharding: str):
+    def model_of(trained: bool) -> Any:
+        model = tiny(1, kernel)
+        model.model.requires_grad_(trained)
+        model.model.norm.requires_grad_(True)
+        return model
+
+    layout = Layout(zigzag(0, TOKENS, range(4)))
+    with kernel_on_any_device() as kernel:
+        whole, frozen = (Traceable(model_of, layout, 1, 4, 4, sharding).trace(trained) for trained in (True, False))
+    assert frozen.kinds["grad"] < whole.kinds["grad"]
+    assert frozen.peak < whole.peak
+    assert frozen.kinds["param"] > 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_attention_returns_is_not_copied_for_the_projection_after_it(ranks: int):
+    """Rotations of a part of a head (GLM) give q head by head, and torch's kernel for CUDA its output then too."""
+    layout = Layout(zigzag(0, TOKENS, range(ranks)))
+    tokens = layout.tokens(0)
+    with kernel_on_any_device() as kernel, fake_world(ranks, 0), FakeTensorMode():
+        q, k, v = (torch.empty(heads, tokens, 64, dtype=torch.bfloat16).transpose(0, 1) for heads in (4, 2, 2))
+        exchange = RecordingExchange() if ranks > 1 else None
+        assert layout_attention(q, k, v, layout, exchange, kernel=kernel).is_contiguous()
 
 
 def test_each_kind_of_layer_is_counted_on_by_itself():

@@ -21,6 +21,8 @@ READ_NORM = ("q_proj", "k_proj", "v_proj", "query_key_value", "Wqkv")
 """Projections whose input is the norm before attention."""
 READ_ATTENTION = ("o_proj", "dense", "out_proj")
 READ_SECOND_NORM = ("gate_proj", "up_proj", "dense_h_to_4h")
+READ_NORM_LAST = ("up_proj", "dense_h_to_4h")
+"""The last of these to run."""
 READ_INNER = ("down_proj", "dense_4h_to_h")
 
 
@@ -34,6 +36,8 @@ class Precision:
     """of a matrix product's result, beside it while it is computed; see memory.py"""
     workspace: Callable[[AttentionShape], int] = lambda shape: 0
     """of the attention kernel per token, while it runs backward"""
+    adapter: int = 4
+    """of LoRA's weights where they compute; FSDP2 gathers them in the activations' dtype"""
 
     @property
     def autocast(self) -> bool:
@@ -50,9 +54,42 @@ class Adapters:
     def keep(self, width: int, readers: tuple[str, ...], precision: Precision, kept_anyway: bool) -> int:
         """Bytes per token that the adapters of `readers` keep of an input [T, width] that they all read."""
         reading = sum(name in self.names for name in readers)
-        wide = 2 if precision.autocast else 4
-        copies = reading if precision.activation == 2 else min(reading, not kept_anyway)
-        return wide * (copies * width + reading * self.rank)
+        alike = self.computed_in(precision) == precision.activation and not precision.autocast
+        copies = min(reading, not kept_anyway) if alike else reading
+        return self.computed_in(precision) * (copies * width + reading * self.rank)
+
+    def _adapt(self, readers: tuple[str, ...]) -> bool:
+        return any(name in self.names for name in readers)
+
+    @staticmethod
+    def computed_in(precision: Precision) -> int:
+        """Bytes of an element of what an adapter computes."""
+        return 2 if precision.autocast else precision.adapter
+
+    def working(self, width: int, hidden: int, kept_inner: int, gelu_temporaries: int, precision: Precision) -> int:
+        """Bytes per token that recomputing an MLP, and its backward, add at most to what is kept of it.
+
+        Args:
+            width: of the MLP.
+            hidden: of the residual stream.
+            kept_inner: bytes per token that adapters keep of the MLP's inner activation.
+        """
+        product, wide = precision.activation, self.computed_in(precision)
+        half, alike = precision.weight < 4, wide == product and not precision.autocast
+        # The residual stream and the norm's output, which the MLP was given: kept only as others' copies.
+        given = (precision.weight if half else 0) + (0 if alike else precision.weight)
+        # The gradients inside; the inner activation is free by then.
+        moments, waiting = [product * (gelu_temporaries + 1) * width - kept_inner], 0
+        if self._adapt(READ_INNER):
+            # While the layer is recomputed, the gradients of its last projection and of what the adapter adds to it wait.
+            waiting = (product + wide if half and not alike else wide) * hidden
+            copied = 4 if precision.autocast else 0
+            inner = 0 if alike else product  # which the adapter keeps itself, or a copy of it
+            moments += [wide * width, (inner + copied) * width + (given + product) * hidden]
+        if self._adapt(READ_NORM_LAST):
+            # The adapter's product and that times its scale, beside what it is added to, before there is an inner activation.
+            moments.append(2 * wide * width - kept_inner + given * hidden)
+        return waiting + max(moments)
 
 
 class TokenBytes:
@@ -89,10 +126,18 @@ class TokenBytes:
             self.inner += 4 * sizes.experts + 40 * chosen + 4
             # The products of float32 router weights and what experts give are float32, beside that in the experts' dtype.
             given = 4 * 3 + (precision.weight if precision.weight < 4 else 0)
-            mlp_working = max(precision.weight * sizes.gelu_temporaries * width, given * chosen * hidden)
+            # Frozen experts keep no inner activation, which would be free when these are there.
+            temporaries = sizes.gelu_temporaries + (not trained)
+            mlp_working = max(precision.weight * temporaries * width, given * chosen * hidden)
         else:
-            self.inner = product * (3 if sizes.gated else 1) * width + kept(width, READ_INNER, product * width)
+            inner = kept(width, READ_INNER, product * width)
+            self.inner = product * (3 if sizes.gated else 1) * width + inner
             mlp_working = max(product * sizes.gelu_temporaries, product + precision.product_scratch) * width
+            if adapters is not None:
+                mlp_working = max(
+                    adapters.working(width, hidden, inner, sizes.gelu_temporaries, precision),
+                    (product + precision.product_scratch) * width,
+                )
         whole = read_by(2 if sizes.gated and not sizes.experts else 1)
         self.after_attention = norm + kept(hidden, READ_SECOND_NORM, whole) + self.inner
         whole = read_by(3 if rms else 1)

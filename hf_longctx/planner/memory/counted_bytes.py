@@ -46,7 +46,7 @@ class CountedTokenBytes:
         counted = sizes.counted
         assert counted is not None
         targets = None if lora_targets is None else tuple(sorted(lora_targets))
-        kept = count_kept(config, precision.weight, precision.activation, lora_rank, targets)
+        kept = count_kept(config, precision.weight, precision.activation, lora_rank, targets, precision.adapter)
         hidden, product = sizes.hidden, precision.activation
         self.residual = kept.residual
         flowing = self.residual + (product * hidden if precision.autocast else 0)

@@ -53,6 +53,8 @@ class MemoryModel:
     """Parameters; zero3 counts its shard, and two layers whole."""
     head_weights: int
     """Bytes that the head's weights add under zero3 while the loss is computed."""
+    first_weights: int
+    """Bytes that the embeddings' weights add there while the first layer runs backward."""
     cast_weights: int
     """Under autocast, the weights of matrix products once more in the activations' dtype, until backward has used them;
     with checkpointing, until forward ends."""
@@ -116,7 +118,16 @@ class MemoryModel:
     def in_stages(self, share: float) -> MemoryModel:
         """Return the model of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of
         as many micro-batches as there are stages, those of all layers of one."""
-        shared = ("weights", "head_weights", "cast_weights", "gradients", "waiting_gradients", "optimizer", "host")
+        shared = (
+            "weights",
+            "head_weights",
+            "first_weights",
+            "cast_weights",
+            "gradients",
+            "waiting_gradients",
+            "optimizer",
+            "host",
+        )
         return replace(self, **{name: math.ceil(getattr(self, name) * share) for name in shared})
 
     @classmethod
@@ -221,7 +232,9 @@ class MemoryModel:
             own = replace(shape, heads=max(1, shape.heads // shared), kv_heads=max(1, shape.kv_heads // shared))
             return shared * workspace(own, conditions)
 
-        precision = Precision(computing, activation_bytes, product_scratch, of_kernel)
+        gathered = not states.weights_as_trained and activation_bytes < weight_bytes
+        adapter = activation_bytes if gathered else 4
+        precision = Precision(computing, activation_bytes, product_scratch, of_kernel, adapter)
         tokens: TokenBytes | CountedTokenBytes
         if sizes.counted is None:
             tokens = TokenBytes(sizes, precision, adapters)
@@ -255,6 +268,7 @@ class MemoryModel:
         return cls(
             weights=states.weights,
             head_weights=states.head_weights,
+            first_weights=states.first_weights,
             cast_weights=states.cast_weights,
             gradients=states.gradients + tile_sums,
             largest_gradient=states.largest_gradient,
@@ -311,6 +325,7 @@ class MemoryModel:
         recomputed = self.recomputed_token if self.checkpointing else 0
         forward = self.weights + self.head_weights + self.cast_weights
         backward = self.weights + self.cast_weights // (self.layers if self.checkpointing else 1)
+        first = backward + self.first_weights
         kept = self.token * tokens - self.offloadable_token_bytes * tokens * offload // 1000
         leaving = (
             self._layer_kept * tokens * offload // 1000 if self.layers > 2 else 0
@@ -331,8 +346,8 @@ class MemoryModel:
             (backward, max(0, early - self.largest_gradient), kept, again, exchange, 0),
             (backward, early, kept, mlp, exchange, 0),
             (backward, early + whole_layer, kept, attention, exchange, 0),
-            (backward, self.gradients, left, mlp, exchange, 0),
-            (backward, self.gradients + whole_layer, left, attention, exchange, 0),
+            (first, self.gradients, left, mlp, exchange, 0),
+            (first, self.gradients + whole_layer, left, attention, exchange, 0),
         )
         weights, gradients, activations, working, in_flight, logits = max(moments, key=sum)
         return {

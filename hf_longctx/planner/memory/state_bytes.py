@@ -53,6 +53,8 @@ class StateBytes:
     weights: int
     head_weights: int
     """Gathered for the loss, beyond `weights`."""
+    first_weights: int
+    """Of the embeddings, which FSDP2 gathers while the first layer runs backward, beyond `weights`."""
     cast_weights: int
     gradients: int
     """At most during backward, but for `layer_gradients`."""
@@ -96,6 +98,7 @@ class StateBytes:
         return cls(
             weights=precision.weight * weights.frozen + sum(kind.weight * kind.weights for kind in weights.kinds),
             head_weights=weights.merged_head,
+            first_weights=0,
             cast_weights=precision.activation * copied if precision.autocast else 0,
             gradients=waiting + precision.weight * weights.waits,
             largest_gradient=weights.largest,
@@ -117,10 +120,12 @@ class StateBytes:
         optimizer_on_host: bool,
     ) -> StateBytes:
         """Count the bytes of a rank that holds parts, and gathers what it computes with."""
-        gathered, of_head = weights.frozen + weights.trained, 0
+        gathered, of_head, of_first = weights.frozen + weights.trained, 0, 0
         if sharding == "zero3":
             gathered = 2 * (sizes.layer_parameters + weights.added)
             of_head = max(0, 2 * weights.head - gathered)
+            own_head = 0 if sizes.tied else sizes.head_rows * sizes.hidden
+            of_first = max(0, sizes.root_parameters - own_head - gathered // 2)
         shards = weights.shards(precision, sharding, ranks)
         here, on_host = ((0, 0, 0), sum(shards)) if optimizer_on_host else (shards, 0)
         computed = precision.activation if weights.all_trained else 4
@@ -137,6 +142,7 @@ class StateBytes:
         return cls(
             weights=precision.activation * gathered + here[0],
             head_weights=precision.activation * of_head + weights.merged_head,
+            first_weights=precision.activation * of_first,
             cast_weights=0,
             gradients=summed + here[1],
             largest_gradient=largest,
