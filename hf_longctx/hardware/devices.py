@@ -8,8 +8,8 @@ profile` measured it. Nothing is sent.
 
 How the shares are found:
 
-- attention: cost.py counts 2 forwards for a backward, flash attention computes 2.5 of them, because it computes the scores
-  again. With forward at a share f and backward at b of the peak, 3 / (1/f + 2.5/b) of it is achieved.
+- attention: planner/cost/cost_model.py counts 2 forwards for a backward, flash attention computes 2.5 of them, because it
+  computes the scores again. With forward at a share f and backward at b of the peak, 3 / (1/f + 2.5/b) of it is achieved.
 - linear: the best matrix product is published (ML Engineering, S. Bekman: A100 87 %, H100 80 %, B200 78 %, GB200 73 %,
   MI300X 51 % of peak). ByteScale's MLP reaches 75 % on what fits an A100, 0.86 of its best; so do the others' here.
 - links: rings of NCCL reach 78 to 82 % of NVLink inside a node (ML Engineering: 235 of 300 GB/s on A100, 367 of 450 on
@@ -59,7 +59,8 @@ class Cluster:
     host_bandwidth: float
     """bytes/s to host memory, and as much back, of one rank while all ranks of its node transfer; 0: unknown"""
     attention_share: float
-    """of matmul_flops that attention achieves on long blocks, forward and backward, as cost.py counts its FLOPs"""
+    """of matmul_flops that attention achieves on long blocks, forward and backward, as planner/cost/cost_model.py counts its
+    FLOPs"""
     linear_share: float
     """of matmul_flops that everything linear in the tokens achieves"""
     other_kernels: tuple[tuple[str, float], ...] = ()
@@ -146,7 +147,8 @@ to the host, 16 GB/s each.
 Achieved: ByteScale's case study (arXiv 2502.21231) of a 7B model in chunks of 8192 tokens fits this machine in every
 number. MLP: 2.2e12 FLOPs in 9.5 ms, 75 % of peak (24 % of a Hopper's). Attention forward: 5.5e11 FLOPs, half a block, in
 2.8 ms: 63 %, which is also what flash-attention 2 states for its backward (arXiv 2307.08691): 3 / (1/0.63 + 2.5/0.63)
-= 54 %. Exchange, if there are 8 kv heads: 33.6 MB in 1.5 ms, 22.4 of 25 GB/s. Offload: 10.3 GB/s (memory_model.py)."""
+= 54 %. Exchange, if there are 8 kv heads: 33.6 MB in 1.5 ms, 22.4 of 25 GB/s. Offload: 10.3 GB/s
+(planner/memory/memory_model.py)."""
 
 BYTESCALE = replace(A100, name="bytescale")
 """The cluster of ByteScale's experiments, as far as its case study tells: an A100 node (see A100)."""

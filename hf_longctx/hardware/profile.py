@@ -1,4 +1,5 @@
-"""A profile: what `hf-longctx profile` measured on a machine, and the speeds that were fitted to it (calibration.py).
+"""A profile: what `hf-longctx profile` measured on a machine, and the speeds that were fitted to it
+(planner/cost/calibration.py).
 
 A file of JSON. The planner, the trainer and the simulator plan with its speeds.
 """

@@ -1,5 +1,5 @@
-"""Speeds of a rank: what it achieves per second, as the cost model takes it (cost_model.py). CPU cores by what they multiply
-bfloat16 with, and a GPU of A100's class. devices.py makes those of other GPUs from what their makers publish.
+"""Speeds of a rank: what it achieves per second, as the cost model takes it (planner/cost/cost_model.py). CPU cores by what
+they multiply bfloat16 with, and a GPU of A100's class. devices.py makes those of other GPUs from what their makers publish.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Running one rank's part of a planned step: its micro-batches, one after another, in the plan's global order.
 
 Communication happens inside the model (keys, values and their gradients, on the exchange's own process group) and
-nowhere else here, but for what FSDP2 and expert parallelism do inside the model (sharding.py). Every rank of a layout runs
-its forward and its backward, also where it holds no label: its peers need what it sends.
+nowhere else here, but for what FSDP2 and expert parallelism do inside the model (parallel/sharding.py). Every rank of a layout
+runs its forward and its backward, also where it holds no label: its peers need what it sends.
 """
 
 import contextlib

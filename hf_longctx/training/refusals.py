@@ -32,7 +32,6 @@ from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refused_optimizers import optimizer_of_arguments, optimizer_of_plugin
 from hf_longctx.training.request import Request
 
-"""Attention kernels that run without a GPU."""
 UNSUPPORTED = {
     "label_smoothing_factor": "is not supported by the chunked loss; set it to 0",
     "torch_compile": "recompiles for every layout (measured: one graph per micro-batch); set it to False, or "

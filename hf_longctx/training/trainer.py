@@ -1,7 +1,7 @@
 """LongContextTrainer: transformers' Trainer, with planned optimizer steps.
 
 One item of the data loader is one optimizer step of this rank: its micro-batches, any number of them, none included.
-`training_step` runs them all, then the ranks meet once to sum gradients (reduction.py). Everything else is Trainer's:
+`training_step` runs them all, then the ranks meet once to sum gradients (parallel/reduction.py). Everything else is Trainer's:
 optimizer, schedule, clipping, logging, saving, resuming.
 
     rank 0   exchange+compute | compute | ................ | sum gradients | optimizer step
@@ -520,7 +520,7 @@ class LongContextMixin(_Trainer):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
-        seconds predicted and measured, how long this process waited for its data, and what measurements.py says."""
+        seconds predicted and measured, how long this process waited for its data, and what measuring/measurements.py says."""
         if "loss" in logs and self.run_data.last_step is not None:
             logs = logs | describe_step(self, self.run_data.last_step, self.bytes_of_last_step)
         super().log(logs, *args, **kwargs)

@@ -1,6 +1,6 @@
 """ALiBi as eight more head dimensions, for kernels that take no bias.
 
-The bias of a key, -slope * p with p = last - y its distance from the last key of its block (alibi.py), is a product of
+The bias of a key, -slope * p with p = last - y its distance from the last key of its block (alibi_keys.py), is a product of
 a number of the query's head and a number of the key, so the kernel's own dot product can add it. bfloat16 holds 8
 bits, so both factors are cut into pieces that it holds exactly; products of pieces are exact in float32.
 

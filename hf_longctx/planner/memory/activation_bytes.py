@@ -33,7 +33,7 @@ class Precision:
     weight: int
     activation: int
     product_scratch: int = 0
-    """of a matrix product's result, beside it while it is computed; see memory.py"""
+    """of a matrix product's result, beside it while it is computed; see memory_model.py"""
     workspace: Callable[[AttentionShape], int] = lambda shape: 0
     """of the attention kernel per token, while it runs backward"""
     adapter: int = 4

@@ -11,7 +11,7 @@ and in each the buffers of keys, values and gradients that travel.
 
 With activation checkpointing a layer keeps its input alone, and in the last two moments one layer is there whole,
 because it was just recomputed. What is kept is counted as this package and transformers keep it: q, k, v, out and lse of
-attention (engine.py), both norms with their float32 copies, the inputs of the matrix products, each step of the MLP
+attention (attention/engine.py), both norms with their float32 copies, the inputs of the matrix products, each step of the MLP
 (activation_bytes.py; of families without a formula, counted_bytes.py).
 With weights of 4 bytes and activations of 2, autocast is counted: a residual stream in float32, and one copy of the
 norm's output for each projection that reads it.
@@ -116,18 +116,10 @@ class MemoryModel:
     """Bytes of the device that are no tensor's (device_bytes.py)."""
 
     def in_stages(self, share: float) -> MemoryModel:
-        """Return the model of a device of a pipeline: its share of the weights (stage_layers.py), and in 1F1B the activations of
-        as many micro-batches as there are stages, those of all layers of one."""
-        shared = (
-            "weights",
-            "head_weights",
-            "first_weights",
-            "cast_weights",
-            "gradients",
-            "waiting_gradients",
-            "optimizer",
-            "host",
-        )
+        """Return the model of a device of a pipeline: its share of the weights (planner/stages/stage_layers.py), and in 1F1B
+        the activations of as many micro-batches as there are stages, those of all layers of one."""
+        weights = ("weights", "head_weights", "first_weights", "cast_weights")
+        shared = (*weights, "gradients", "waiting_gradients", "optimizer", "host")
         return replace(self, **{name: math.ceil(getattr(self, name) * share) for name in shared})
 
     @classmethod
@@ -261,7 +253,7 @@ class MemoryModel:
         if mlp_tile_tokens:
             mlp_gradients = recomputing = tokens.flowing
             norm_gradients = tokens.last_norm_gradients
-        # Gradients of an MLP's weights are summed over tiles in float32, then cast (tiled_mlp.py).
+        # Gradients of an MLP's weights are summed over tiles in float32, then cast (models/tiled_mlp.py).
         summed_bytes = 4 + (computing if computing < 4 else 0)
         tile_sums = summed_bytes * sizes.mlp_parameters if mlp_tile_tokens and adapters is None else 0
         exchanged = received + merged_out + replicated
@@ -384,8 +376,8 @@ class MemoryModel:
         return low
 
     def _loss(self, tokens: int) -> int:
-        """Bytes of the chunked loss (cross_entropy.py): rows of logits, and the gradient of the head's weight, which is
-        summed in float32 over chunks."""
+        """Bytes of the chunked loss (models/loss/cross_entropy.py): rows of logits, and the gradient of the head's weight,
+        which is summed in float32 over chunks."""
         rows, head = min(tokens, self.loss_chunk_tokens) * self.head_rows, self.head_rows * self.hidden
         half = self.activation_bytes if self.activation_bytes < 4 else 0
         # Beside logits in float32 a log-sum-exp has a temporary of their size, and the chunk before is not gone yet.

@@ -6,7 +6,8 @@
    of gradients, and a step of AdamW.
 2. A first pass warms up and finds out which cases are short enough for the time given. Further passes take the cases in
    turn, so that what disturbs the machine for a while hits all of them; each case's median counts.
-3. The times are fitted (calibration.py), but for some lengths and packs that are held out: by these the fit is judged.
+3. The times are fitted (planner/cost/calibration.py), but for some lengths and packs that are held out: by these the fit is
+judged.
 4. Bytes are copied to host memory and back, which says what offload costs.
 
 Sent: what training sends, a barrier before each measurement, and at the end all times to all ranks.

@@ -5,7 +5,7 @@ the one part whose cost grows with the length of documents, and recomputing it w
 So its output can be kept: from some length on that saves a good part of a step, for the memory of one more activation
 of the layer. The choice follows from the layout alone, because all its ranks must exchange in recomputation, or none.
 
-A share of what is kept can wait in host memory (offload.py): with checkpointing each middle layer's input and kept
+A share of what is kept can wait in host memory (activation_offload.py): with checkpointing each middle layer's input and kept
 attention, without it whatever autograd saves in a middle layer.
 
 Both happen inside `micro_batch()` and leave nothing behind: layers, their classes and hooks are the caller's again

@@ -1,8 +1,8 @@
 """The capacity that a device's memory allows, where none is given, and what host memory adds to it.
 
-Every rank counts what its memory holds beside weights, gradients and optimizer (memory_model.py); the smallest of all
-ranks is everybody's. On a GPU the device is asked what is free, once ranks have met (attention/communicators.py): CUDA's context,
-communicators and other programs have taken theirs by then. One collective, before anything is planned.
+Every rank counts what its memory holds beside weights, gradients and optimizer (planner/memory/memory_model.py); the smallest
+of all ranks is everybody's. On a GPU the device is asked what is free, once ranks have met (attention/communicators.py): CUDA's
+context, communicators and other programs have taken theirs by then. One collective, before anything is planned.
 """
 
 from collections.abc import Callable
@@ -206,8 +206,8 @@ def counted_memory(
     lora_rank: int,
     **parts: Any,
 ) -> MemoryModel:
-    """Count the memory of one rank, also of a run that need not exist (run_memory.py): what training's settings make
-    of a model.
+    """Count the memory of one rank, also of a run that need not exist (commands/preflight/run_memory.py): what training's
+    settings make of a model.
 
     Args:
         config: transformers' of the model.

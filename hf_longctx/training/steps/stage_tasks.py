@@ -7,8 +7,8 @@ A unit is a micro-batch, or one chunk of a long document. Each has one autograd 
 backward. Ranks that share a unit exchange keys and values inside it, all in the same stage at the same place of the order.
 
 Mixture of experts. The balance loss of a document is linear in the router's probabilities once it is known how many tokens each
-expert got in all layers (mixtral.py). So counts travel forward with the activations, their totals backward with the
-gradients, and each stage adds its own part of the loss.
+expert got in all layers (models/families/mixtral.py). So counts travel forward with the activations, their totals backward with
+the gradients, and each stage adds its own part of the loss.
 
 T tokens of this rank in a unit, H hidden size, D documents of this rank in a unit, E experts.
 """

@@ -5,8 +5,8 @@ Global ranks, for p devices of n ranks each (HDP ranks times tensor parallelism)
     device 0   ranks 0 .. n-1        device 1   ranks n .. 2n-1        ...        one pipeline: i, n + i, 2n + i ...
 
 The ranks of a device hold the same stages, exchange keys and values, and sum their gradients. Between devices go activations
-and their gradients (links.py), once a step the gradient of tied embeddings, which the first stage and the last both hold,
-and sums of losses and norms.
+and their gradients (parallel/stage_links.py), once a step the gradient of tied embeddings, which the first stage and the last
+both hold, and sums of losses and norms.
 """
 
 from collections.abc import Iterable
