@@ -1,4 +1,5 @@
-"""README's own commands, as printed and in their order, on the files that it describes: chats, texts, a configuration.
+"""Commands of README and of docs/commands.md, as printed and in their order, on the files that the page describes: chats,
+texts, a configuration.
 
 The embedded model is a tiny one of random weights with a tokenizer of bytes, where SmolLM2-135M would lie. What takes
 minutes is left out by name; tests/commands/test_cli_verbs.py runs those verbs on less.
@@ -16,6 +17,7 @@ from tests.builders.tiny_embedded import write_embedded
 from tests.builders.training_runs import fresh_accelerator_state
 from tests.worlds.launched import ROOT
 
+PAGE = ROOT / "docs" / "commands.md"
 LEFT_OUT = {
     "simulate": "compiles the planner for 1,024 ranks",
     "profile": "measures for minutes, a model of the reader's",
@@ -33,22 +35,20 @@ LEAVES = {
 
 
 def lines() -> list[list[str]]:
-    """Words of each line of README that begins with hf-longctx, comments left out."""
-    text = (ROOT / "README.md").read_text()
+    """Words of each line of the page that begins with hf-longctx, comments left out; README's are among them."""
+    text = PAGE.read_text()
     return [shlex.split(line, comments=True)[1:] for line in text.splitlines() if line.startswith("hf-longctx ")]
 
 
 @pytest.fixture
 def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the files that README's commands name."""
+    """A folder with the files that the commands name."""
     monkeypatch.chdir(tmp_path)
     for name, value in {"HF_HUB_OFFLINE": "1", "HF_LONGCTX_CACHE": str(tmp_path / "cache")}.items():
         monkeypatch.setenv(name, value)
     write_embedded(tmp_path / "cache")
     shutil.copytree(ROOT / "configs", "configs")
-    chat = next(
-        line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("A line of `my_chats")
-    )
+    chat = next(line for line in PAGE.read_text().splitlines() if line.startswith("A line of `my_chats"))
     row = json.loads(chat.partition(" is `")[2].rpartition("`")[0])
     turns = [[{**turn, "content": f"{number} {turn['role']}"} for turn in row["messages"]] for number in range(4)]
     Path("my_chats.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
@@ -61,7 +61,11 @@ def described(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_readmes_commands_run_as_printed(described: Path, capsys: pytest.CaptureFixture[str]):
+def test_commands_run_as_printed(described: Path, capsys: pytest.CaptureFixture[str]):
+    readme = (ROOT / "README.md").read_text().splitlines()
+    of_readme = [shlex.split(line, comments=True)[1:] for line in readme if line.startswith("hf-longctx ")]
+    assert of_readme
+    assert all(line in lines() for line in of_readme)
     ran = []
     for verb, *arguments in lines():
         if verb in LEFT_OUT:
