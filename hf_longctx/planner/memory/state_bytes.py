@@ -124,7 +124,8 @@ class StateBytes:
         if sharding == "zero3":
             gathered = 2 * (sizes.layer_parameters + weights.added)
             of_head = max(0, 2 * weights.head - gathered)
-            if not weights.all_trained:  # else the gradient of the head, which is gone by then, is counted, and takes more
+            # Where all are trained, the gradient of the head, which is gone by then, is counted, and takes more.
+            if not weights.all_trained:
                 own_head = 0 if sizes.tied else sizes.head_rows * sizes.hidden
                 of_first = max(0, sizes.root_parameters - own_head - gathered // 2)
         shards = weights.shards(precision, sharding, ranks)
