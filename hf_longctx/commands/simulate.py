@@ -233,7 +233,7 @@ def _table(results: Sequence[Simulated]) -> Table:
     """One row per size and planner; a step on average."""
     from rich.table import Table
 
-    from hf_longctx.report.pictures.canvas import short_bytes, short_count
+    from hf_longctx.report.pictures.canvas import short_bytes
 
     table = Table(box=None, header_style="bold", pad_edge=False)
     left = ("GPUs", "planner")
@@ -263,7 +263,7 @@ def _table(results: Sequence[Simulated]) -> Table:
             table.add_row(
                 *((f"{result.devices}", f"{result.context:,}") if i == 0 else ("", "")),
                 outcome.planner,
-                short_count(round(speed)),
+                f"{round(speed):,}",
                 f"{speed / static:.2f}" if static else "-",
                 f"{outcome.mfu:.1%}",
                 f"{outcome.seconds:.3g} s",

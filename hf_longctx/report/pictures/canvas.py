@@ -44,16 +44,6 @@ def save(figure: Figure, path: Path) -> None:
     figure.savefig(path)
 
 
-def short_count(count: int) -> str:
-    """Word a number in at most four characters and its unit: 950, 5.1K, 131K, 1.2M."""
-    value, unit = float(count), ""
-    for unit in ("", "K", "M", "G"):
-        if value < 999.5 or unit == "G":
-            break
-        value /= 1000
-    return f"{value:.1f}{unit}" if unit and value < 9.95 else f"{value:.0f}{unit}"
-
-
 def short_tokens(tokens: int) -> str:
     """Word a length in at most five characters, as contexts are named, K is 1,024: 950, 4.9K, 128K, 2M."""
     for unit, size in (("M", 2**20), ("K", 2**10)):

@@ -13,7 +13,7 @@ from matplotlib.image import imread
 
 from hf_longctx.planner import PLANNERS, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.topology import SPLIT
-from hf_longctx.report.pictures.canvas import PALE, WIDTH_INCHES, PictureError, short_count, short_tokens, time_unit
+from hf_longctx.report.pictures.canvas import PALE, WIDTH_INCHES, PictureError, short_tokens, time_unit
 from hf_longctx.report.pictures.loss_picture import curve, draw_loss, loss_figure
 from hf_longctx.report.plans.plan_picture import LUMINANCE, Block, blocks_of, draw_plans, plans_figure
 
@@ -288,8 +288,6 @@ def test_importing_the_pictures_loads_no_matplotlib():
 
 
 def test_short_numbers_and_units():
-    numbers = {0: "0", 999: "999", 1000: "1.0K", 5012: "5.0K", 9960: "10K", 131_072: "131K", 999_600: "1.0M"}
-    assert {number: short_count(number) for number in numbers} == numbers
     lengths = {
         950: "950",
         1023: "1023",
