@@ -54,7 +54,7 @@ def simulate(
     cluster: Annotated[str, typer.Option(help=f"Use {', '.join(CLUSTERS)}; or a profile's file.")] = "h100",
     attention: Annotated[
         str | None,
-        typer.Option(help="Attend by this kernel: flash_attn_3. By default flash_attn_2.", show_default=False),
+        typer.Option(help="Attend by flash_attn_3, not by flash_attn_2.", show_default=False),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs or NPUs in all.")] = 64,
     context: Annotated[str, typer.Option(help="Cut documents beyond so many tokens.")] = "256K",
@@ -67,9 +67,7 @@ def simulate(
     ] = "zero1",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Split heads and MLPs over so many GPUs.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Cut layers into a pipeline of so many GPUs.")] = 1,
-    schedule: Annotated[
-        Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Run stages in this order.")
-    ] = "1f1b",
+    schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order stages so.")] = "1f1b",
     virtual_stages: Annotated[int, typer.Option(min=1, help="Give a GPU so many stages; from 2 on interleaved.")] = 1,
     capacity: Annotated[str | None, typer.Option(help="Hold so many tokens on a GPU. By default what fits.")] = None,
     recompute: Annotated[

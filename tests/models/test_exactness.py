@@ -6,7 +6,8 @@ plainly and with NCCL's in-order communicators. Losses and gradients of all rank
 
 Tolerances, relative to the largest gradient of a parameter: 1e-4 in float32 with the CPU kernel; 1e-10 in float64 with the
 reference kernel, where both sides compute both losses in float64; 1e-6 in float64 where transformers' own float32 losses
-are the reference; 5e-2 for models in bfloat16, whose every layer rounds to 8 bits, against float32 (a Mixtral in bfloat16
+are the reference, 5e-6 with its loss of routers, whose gradient by six tokens nearly cancels (2.3e-6, where both losses in
+float64 agree to 1e-12); 5e-2 for models in bfloat16, whose every layer rounds to 8 bits, against float32 (a Mixtral in bfloat16
 may choose other experts, and is compared at the level of attention: tests/attention/test_modes.py).
 """
 
@@ -73,7 +74,7 @@ EXACT = {
     "mistral-bfloat16": Case("mistral", torch.bfloat16, "cpu_flash", 5e-2),
     "bloom-bfloat16": Case("bloom", torch.bfloat16, "cpu_flash", 5e-2),
     "mpt-bfloat16": Case("mpt", torch.bfloat16, "cpu_flash", 5e-2),
-    "mixtral-stock-loss": Case("mixtral", torch.float64, "reference", 1e-6, stock_losses=True),
+    "mixtral-stock-loss": Case("mixtral", torch.float64, "reference", 5e-6, stock_losses=True),
 }
 
 

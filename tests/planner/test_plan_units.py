@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, Topology, bound, compiled, lower_bound, plan_step
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
-from hf_longctx.planner.cost.cost_model import TIMES
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.plan import MODES
-from tests.builders.plans.random_plans import MISTRAL_7B, steps
+from tests.builders.plans.random_plans import MISTRAL_7B, TIMES, steps
 
 COST = CostModel(4033, 185_488_535, 3_276_800, 23_831_273, 16_000_000, 320_000, 9_600_000, 256, ranks_per_node=8)
 LENGTHS = np.random.default_rng(0).lognormal(9, 1.6, 120).astype(np.int64).clip(1, 400_000)

@@ -16,7 +16,11 @@ import numpy as np
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CPU_CORE, GPU, CostModel, StepPlan, Topology, plan_step
+from hf_longctx.planner.cost.cost_model import COEFFICIENTS
 from hf_longctx.planner.stages.causal_chunks import most_chunks
+
+TIMES = tuple(name for name in COEFFICIENTS if name not in ("attention_half_tokens", "step_ns"))
+"""Coefficients that all of a document's time is proportional to."""
 
 MISTRAL_7B = SimpleNamespace(
     hidden_size=4096,

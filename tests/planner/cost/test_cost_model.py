@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CPU_CORE, GPU, CostModel, RankSpeed
-from hf_longctx.planner.cost.cost_model import LONGEST_TIME, TIMES
-from tests.builders.plans.random_plans import MISTRAL_7B, SMOLLM2_135M, costs
+from hf_longctx.planner.cost.cost_model import LONGEST_TIME
+from tests.builders.plans.random_plans import MISTRAL_7B, SMOLLM2_135M, TIMES, costs
 
 many_examples = settings(max_examples=8 * settings().max_examples)
 """Of a profile: an example takes microseconds here."""
