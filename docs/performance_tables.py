@@ -52,7 +52,7 @@ def training(case: str = "") -> str:
 
 
 def attention(case: str) -> str:
-    found = figures("attention_evened")
+    found = figures("attention")
     prefix = f"{case}/4 ranks/"
     ways = list(dict.fromkeys(name.split("/")[2] for name in found if name.startswith(prefix)))
     columns = {

@@ -336,7 +336,6 @@ def test_no_page_denies_what_runs_or_claims_what_was_never_measured():
     for outdated in ("planned and simulated only", "stages are not run", "optimizers cannot be saved"):
         assert not [name for name, text in pages.items() if outdated in text], outdated
     assert "*Ours* runs the planner's layouts" in pages["performance.md"]
-    assert "The tables are of an earlier run beside the peers, with scoring's own layouts." in pages["performance.md"]
 
 
 def test_measured_tables_are_what_the_results_say():
