@@ -1,4 +1,4 @@
-"""What the rounds of a schedule do with memory, worked out once and run in every layer: which piece of the exchange's buffers
+"""Memory work of a schedule's rounds, laid out once and run in every layer: which piece of the exchange's buffers
 each message lies in, views of it, what is copied where, and the operations that send it.
 
 Shapes and rows as in direct.py. A slice is one flat tensor of S * Hkv * (D + Dv) numbers: its keys [S, Hkv, D], then its values
@@ -32,7 +32,7 @@ from hf_longctx.layouts.exchange_schedule import Runs, Schedule
 Pair = tuple[torch.Tensor, torch.Tensor]
 """Keys [S, Hkv, D] and values [S, Hkv, Dv]."""
 Sums = tuple[RowSum, RowSum]
-"""Of the gradients of keys and values."""
+"""Sums of the gradients of keys and values."""
 Rows = tuple[int, ...]
 """First query row and the one behind the last, of those that blocks count theirs among; empty: all."""
 Rounds = TypeVar("Rounds")
@@ -86,7 +86,7 @@ class Computed:
 
 @dataclass(eq=False, slots=True)
 class Backward:
-    """What backward does, in order."""
+    """Rounds of backward, in order."""
 
     fetches: list[Fetch]
     rounds: list[Computed]

@@ -22,9 +22,9 @@ DEFAULTS: dict[str, Any] = {
     **{"sequence_len": 512, "micro_batch_size": 1, "num_epochs": 1.0, "lr_scheduler": "cosine"},
     **{"warmup_ratio": 0.03, "bf16": "auto", "logging_steps": 0.005, "save_strategy": "epoch", "save_total_limit": 4},
 }
-"""What axolotl does where a file leaves it out (utils/schemas/training.py and config.py, core/builders/base.py), and we do
-otherwise. Its warm-up is of at most 100 steps, and it logs every tenth step or more often: shares of the steps know no such
-bounds."""
+"""Values that axolotl takes where a file leaves them out (utils/schemas/training.py and config.py,
+core/builders/base.py), and we do otherwise. Its warm-up is of at most 100 steps, and it logs every tenth step or more
+often: shares of the steps know no such bounds."""
 INSTEAD = {
     "warmup_ratio": ("warmup_steps",),
     "bf16": ("bfloat16", "fp16", "float16", "float32"),

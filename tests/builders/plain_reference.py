@@ -2,7 +2,8 @@
 
     L = sum over documents of CE(d) / label tokens  +  coef * sum over documents of (T_d / tokens) * aux(d)
 
-Nothing of hf_longctx is used. The stock losses compute in float32; in float64 both are written out from their definitions.
+Nothing of hf_longctx is used. Both losses are written out from their definitions, or are transformers' own functions, which
+turn float64 into float32 and are kept from it here.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -16,8 +17,8 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 class _DoublePrecisionSoftmax(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is torch.Tensor.float and args[0].dtype == torch.float64:
-            return args[0]
+        if func is torch.Tensor.float:  # also masks, which are averaged
+            return args[0].double()
         if func is torch.nn.functional.softmax and args[0].dtype == torch.float64:
             kwargs = kwargs | {"dtype": None}
         return func(*args, **kwargs)
@@ -30,7 +31,8 @@ def exact_scores(model: Any) -> AbstractContextManager[Any]:
 
 
 def reference_loss(model: Any, documents: list[tuple[torch.Tensor, torch.Tensor]], stock: bool) -> torch.Tensor:
-    """documents: (input_ids [T], labels [T], not shifted). With `stock`, transformers' own two loss functions are used."""
+    """documents: (input_ids [T], labels [T], not shifted). With `stock`, transformers' own two loss functions are used,
+    in float64."""
     label_tokens = sum(int((labels[1:] != -100).sum()) for _, labels in documents)
     tokens = sum(len(ids) for ids, _ in documents)
     total = torch.zeros((), dtype=torch.float64)
@@ -40,9 +42,11 @@ def reference_loss(model: Any, documents: list[tuple[torch.Tensor, torch.Tensor]
             output = model(input_ids=ids[None], use_cache=False)
         if len(ids) > 1:
             if stock:
-                total = total + model.loss_function(
-                    output.logits, labels[None], model.config.vocab_size, num_items_in_batch=label_tokens
-                )
+                with _DoublePrecisionSoftmax():
+                    loss = model.loss_function(
+                        output.logits, labels[None], model.config.vocab_size, num_items_in_batch=label_tokens
+                    )
+                total = total + loss
             else:
                 total = (
                     total
@@ -51,10 +55,9 @@ def reference_loss(model: Any, documents: list[tuple[torch.Tensor, torch.Tensor]
                 )
         if routed:
             experts, top_k = model.config.num_local_experts, model.config.num_experts_per_tok
-            loss = load_balancing_loss_func if stock else router_loss
-            total = total + model.config.router_aux_loss_coef * len(ids) / tokens * loss(
-                output.router_logits, experts, top_k
-            )
+            with _DoublePrecisionSoftmax() if stock else nullcontext():
+                loss = (load_balancing_loss_func if stock else router_loss)(output.router_logits, experts, top_k)
+            total = total + model.config.router_aux_loss_coef * len(ids) / tokens * loss
     return total
 
 

@@ -54,7 +54,7 @@ class StateBytes:
     head_weights: int
     """Gathered for the loss, beyond `weights`."""
     first_weights: int
-    """Of the embeddings, which FSDP2 gathers while the first layer runs backward, beyond `weights`."""
+    """Bytes of the embeddings, which FSDP2 gathers while the first layer runs backward, beyond `weights`."""
     cast_weights: int
     gradients: int
     """At most during backward, but for `layer_gradients`."""
@@ -168,7 +168,7 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Weights:
-    """What is trained and what is not: numbers of weights, and bytes of what a rank holds of them anyway."""
+    """Trained and frozen weights: their numbers, and bytes of those that a rank holds anyway."""
 
     kinds: tuple[Kind, ...]
     """trained ones"""
