@@ -14,20 +14,22 @@ from torch.overrides import TorchFunctionMode
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 
-class _DoublePrecisionSoftmax(TorchFunctionMode):
+class _DoublePrecision(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.Tensor.float:  # also masks, which are averaged
             return args[0].double()
         if func is torch.nn.functional.softmax and args[0].dtype == torch.float64:
             kwargs = kwargs | {"dtype": None}
+        if func is torch.zeros and kwargs.get("dtype") == torch.float32:  # sums over layers start from it
+            kwargs = kwargs | {"dtype": torch.float64}
         return func(*args, **kwargs)
 
 
 def exact_scores(model: Any) -> AbstractContextManager[Any]:
     """BLOOM and MPT turn their scores into float32 before the softmax, whatever the model's dtype: within this context
     float64 scores stay as they are. Nothing changes for other models."""
-    return _DoublePrecisionSoftmax() if model.config.model_type in {"bloom", "mpt"} else nullcontext()
+    return _DoublePrecision() if model.config.model_type in {"bloom", "mpt"} else nullcontext()
 
 
 def reference_loss(model: Any, documents: list[tuple[torch.Tensor, torch.Tensor]], stock: bool) -> torch.Tensor:
@@ -42,7 +44,7 @@ def reference_loss(model: Any, documents: list[tuple[torch.Tensor, torch.Tensor]
             output = model(input_ids=ids[None], use_cache=False)
         if len(ids) > 1:
             if stock:
-                with _DoublePrecisionSoftmax():
+                with _DoublePrecision():
                     loss = model.loss_function(
                         output.logits, labels[None], model.config.vocab_size, num_items_in_batch=label_tokens
                     )
@@ -55,7 +57,7 @@ def reference_loss(model: Any, documents: list[tuple[torch.Tensor, torch.Tensor]
                 )
         if routed:
             experts, top_k = model.config.num_local_experts, model.config.num_experts_per_tok
-            with _DoublePrecisionSoftmax() if stock else nullcontext():
+            with _DoublePrecision() if stock else nullcontext():
                 loss = (load_balancing_loss_func if stock else router_loss)(output.router_logits, experts, top_k)
             total = total + model.config.router_aux_loss_coef * len(ids) / tokens * loss
     return total
