@@ -4,7 +4,7 @@ Makespan, `async` (`lockstep` in brackets):
 
 - where there are 8 documents a rank or more, and one rank more costs the median document less than 0.5 % of the lower bound:
   at most 1.01 (1.03) times the greater of the lower bound of planner/bound.py and that of planner_bound.py, which counts
-  documents that find no room side by side, and whom slow ranks keep waiting;
+  documents that find no room side by side, in nodes too, and whom slow ranks keep waiting;
 - elsewhere: at most 1.01 (1.10) times the greater of these and what the best of the other plans reaches;
 - everywhere: at most 1.002 times the best of the other plans. These are all of planner.PLANNERS, and for `async` the plan
   made for `lockstep`, which is a plan without its rounds too.
@@ -198,7 +198,9 @@ def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
         topology = step.topology
         if step.offload is not None:
             topology = replace(topology, capacity=_most_tokens(step.offload, topology.capacity))
-        judged.limit = max(judged.limit, reachable_bound(step.ordered, topology, step.cost) * most)
+        enough = makespan / most
+        reachable = reachable_bound(step.ordered, topology, step.cost, in_nodes=True, enough=enough)
+        judged.limit = max(judged.limit, makespan if reachable >= enough else reachable * most)
         if not easy and others is not None:
             judged.limit = max(judged.limit, others[1] * most)
     if others is not None and FROM_OTHERS * others[1] < judged.limit:

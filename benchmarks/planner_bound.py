@@ -16,6 +16,8 @@ planner/bound.py's bound by has two parts: what any plan must, and what this one
 plans are no shorter).
 """
 
+import math
+
 import numpy as np
 from planner_boxes import box_bound
 
@@ -28,11 +30,23 @@ PARTS = (*range(1, 17), 20, 24, 32, 48, 64, 96)
 """k: most parts of documents that a rank has room for. With a hundred, what is left over is a percent."""
 
 
-def reachable_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
+def reachable_bound(
+    lengths: np.ndarray, topology: Topology, cost: CostModel, *, in_nodes: bool = False, enough: float = math.inf
+) -> int:
     """Nanoseconds, at least those of planner/bound.py; `lengths` as there: int64 [documents], tokens, longest first. No plan
-    whose split documents have a micro-batch each ends sooner."""
-    bound = box_bound(lengths, topology, cost)
-    return max(bound, spread_bound(lengths, topology, cost)) if topology.uniform else bound
+    whose split documents have a micro-batch each ends sooner.
+
+    Args:
+        in_nodes: bound only plans whose groups keep to nodes (planner_boxes.py).
+        enough: if the bound is greater, this is returned, which is found sooner.
+    """
+    if not topology.uniform:
+        return box_bound(lengths, topology, cost, enough=enough)
+    bound = spread_bound(lengths, topology, cost)
+    for within in (False, True) if in_nodes and topology.node_size < topology.world_size else (False,):
+        if bound < enough:
+            bound = max(bound, box_bound(lengths, topology, cost, in_nodes=within, enough=enough))
+    return bound
 
 
 def spread_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:

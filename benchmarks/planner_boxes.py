@@ -18,6 +18,13 @@ ends by tau. With f(x) = g(x) = x it is the work of all documents on ranks that 
 
 On ranks of unequal speed, T is that on the d fastest ranks, which no others beat, however many tokens each of them holds.
 
+`in_nodes` asks for a bound on plans that keep to nodes, as ours of many documents do: a group lies inside a node or on whole
+nodes, since one that has a single rank on a node brings in by itself what a whole node shares, which no cost model here counts.
+The same proof holds in each node, of N ranks: with N for R, the sum over all documents is at most the number of nodes, where a
+document on whole nodes counts as 1 in each of them. Sizes of groups are those of placing/rank_blocks.py: up to a node, its
+multiples, those that end on the last rank of a last node with fewer ranks, and the fewest that hold a document whose whole nodes
+are slower.
+
 Source of the scales and the proof for boxes: Fekete and Schepers, "New classes of fast lower bounds for bin packing problems",
 Mathematical Programming 91 (2001), and "A general framework for bounds for higher-dimensional orthogonal packing
 problems", Mathematical Methods of Operations Research 60 (2004).
@@ -109,13 +116,22 @@ class Middle:
 SCALES: tuple[Scale, ...] = (Identity(), *map(Staircase, STAIRCASES), *map(Middle, MIDDLES))
 
 
-def box_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
+def box_bound(
+    lengths: np.ndarray, topology: Topology, cost: CostModel, *, in_nodes: bool = False, enough: float = math.inf
+) -> int:
     """Nanoseconds, at least those of planner/bound.py in mode "async", and no more than any plan takes whose split documents
-    have a micro-batch each; `lengths` as there: int64 [documents], tokens, longest first."""
+    have a micro-batch each; `lengths` as there: int64 [documents], tokens, longest first.
+
+    Args:
+        in_nodes: count on groups that keep to nodes; ranks must be equal.
+        enough: if the bound is greater, this is returned, which is found sooner.
+    """
     bits = unit_bits(lengths, topology, cost)
     least = lower_bound(lengths, topology, cost)
-    boxes = _Boxes(lengths, topology, cost.in_units(bits))
-    low, high = float(least >> bits), 2.0 * (least >> bits)
+    boxes = _Boxes(lengths, topology, cost.in_units(bits), in_nodes)
+    if enough < math.inf and boxes.exceed(enough / 2**bits):
+        return max(least, math.ceil(enough))
+    low, high = float(least >> bits), min(2.0 * (least >> bits), enough / 2**bits)
     while boxes.exceed(high):
         low, high = high, 2 * high
     while high - low > low / PRECISION:
@@ -127,15 +143,20 @@ def box_bound(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
 class _Boxes:
     """The documents of a step as boxes of ranks and time, of which each can be had in several sizes."""
 
-    def __init__(self, lengths: np.ndarray, topology: Topology, cost: CostModel) -> None:
+    def __init__(self, lengths: np.ndarray, topology: Topology, cost: CostModel, in_nodes: bool) -> None:
+        assert topology.uniform or not in_nodes, "unequal ranks are planned in other orders, across nodes"
         self.ranks = topology.world_size
+        self.node = topology.node_size if in_nodes else self.ranks
+        self.nodes = -(-self.ranks // self.node)
         self.packing = cost.micro_batch_ns * int(lengths.sum()) / int(topology.capacities.max())
         self.lengths, self.count = _classes(lengths, topology, cost)
         fewest = topology.fewest_ranks(self.lengths)
         most = np.minimum(self.lengths, self.ranks)
         if topology.uniform:  # with more, T rises
             most = best_sizes(self.lengths, fewest, self.ranks, cost.coefficients)
-        first, last = _size_ranges(int(fewest.min()), int(most.max()))
+        widest = np.minimum(-(-most // self.node) * self.node, self.ranks)  # on whole nodes, though slower
+        first, last = _size_ranges(int(fewest.min()), int(widest.max()))
+        self.first = first
         self.share = first / self.ranks
         """Of all ranks, [sizes]: groups from `first` to `last` ranks count as of `first`, and take the time of `last`."""
         column = self.lengths[:, None]
@@ -144,32 +165,60 @@ class _Boxes:
             self.time = cost.time(column, largest).astype(np.float64)
         else:
             self.time = cost.work(column, smallest) / column * _slowest(column, largest, topology)
-        self.time[(last < fewest[:, None]) | (first > most[:, None])] = math.inf
+        self.time[(last < fewest[:, None]) | (first > widest[:, None])] = math.inf
+        self.time[:, ~self._keep_to_nodes(first, last)] = math.inf
+        across = (fewest > self.node) & (-(-fewest // self.node) * self.node > most)
+        self.across = np.where(across, cost.time(self.lengths, fewest) + cost.micro_batch_ns, math.inf)
+        """Of documents that stay on the fewest ranks, in parts of nodes."""
+        self.across_nodes = np.maximum(fewest // self.node - 1, 0)
+        """Whole nodes that such a group has at least, wherever it begins."""
+        self.across_work = np.where(across, self.across * fewest / self.ranks, math.inf)
         self.launched = self.time + np.where(first > 1, cost.micro_batch_ns, 0)
         """With the micro-batch of its own that a split document has."""
 
+    def _keep_to_nodes(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """bool [sizes]: whether a range of sizes has one that lies inside a node, or on whole nodes, of which the last may have
+        fewer ranks."""
+        rest = self.ranks % self.node
+        kept = (first <= self.node) | (last // self.node * self.node >= first)
+        return kept | ((rest > 0) & ((last - rest) // self.node * self.node + rest >= first))
+
+    @np.errstate(invalid="ignore")
     def exceed(self, end: float) -> bool:
         """Whether no plan ends by then, in units of the cost model."""
         part = self.launched / end - 2 * ROUNDING
         in_time = part <= 1
-        if not in_time.any(axis=1).all():
+        across = self.across / end - 2 * ROUNDING
+        across[across > 1] = math.inf
+        if not (in_time.any(axis=1) | np.isfinite(across)).all():
             return True
         work = np.where(in_time, self.time / end * self.share, math.inf).min(axis=1)
+        work = np.minimum(work, np.where(np.isfinite(across), self.across_work / end, math.inf))
         if work @ self.count + self.packing / (end * self.ranks) > 1 + ROUNDING:
             return True
         part[~in_time] = math.inf
-        return any(area > 1 + ROUNDING for f in SCALES for area in self._areas(f, part))
+        return any(area > 1 + ROUNDING for area in self._areas(part, across))
 
-    def _areas(self, f: Scale, part: np.ndarray) -> Iterator[float]:
-        """The left side of the module's docstring for every g, or less; `part`: T over the end, infinite where above 1."""
-        width = f(self.share)
-        if f.flat:  # of groups that count alike, the quickest
-            begins = np.flatnonzero(np.append(True, width[1:] != width[:-1]))
-            part, width = np.minimum.reduceat(part, begins, axis=1), width[begins]
-        possible = np.isfinite(part)
-        share = np.where(possible, np.maximum(part, 0.0), 0.0)
+    def _areas(self, part: np.ndarray, across: np.ndarray) -> Iterator[float]:
+        """The left side of the module's docstring for every f and g, or less; `part` and `across`: T over the end, infinite where
+        above 1."""
+        widths = [
+            np.where(self.first <= self.node, f(self.first / self.node), -(-self.first // self.node)) for f in SCALES
+        ]
+        begins = [np.flatnonzero(np.append(True, width[1:] != width[:-1])) for width in widths]
         for g in SCALES:
-            yield float(np.where(possible, width * g(share), math.inf).min(axis=1) @ self.count)
+            parts, parts_across = _scaled(g, part), _scaled(g, across) * self.across_nodes
+            for f, width, begin in zip(SCALES, widths, begins):
+                # Of groups that count alike, the quickest.
+                area = width[begin] * np.minimum.reduceat(parts, begin, axis=1) if f.flat else width * parts
+                area = np.fmin(np.fmin.reduce(area, axis=1), parts_across)  # no width times infinity is no number
+                yield float(area @ self.count) / self.nodes
+
+
+def _scaled(g: Scale, part: np.ndarray) -> np.ndarray:
+    """Scale what is finite; rounding may have left it a little below 0."""
+    finite = np.isfinite(part)
+    return np.where(finite, g(np.where(finite, np.maximum(part, 0.0), 0.0)), math.inf)
 
 
 def _classes(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple[np.ndarray, np.ndarray]:

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.planner import CostModel, StepPlan, Topology
-from hf_longctx.planner.baselines.static_cp import pack_time
+from hf_longctx.planner.baselines.static_cp import pack_times
 from hf_longctx.planner.placing.micro_batches import Step
 from hf_longctx.planner.placing.packing import first_fit
 
@@ -201,7 +201,7 @@ def _plan(tasks: Sequence[Task], lengths: np.ndarray, topology: Topology, cost: 
         longest_first = np.sort(lengths[list(task.documents)])[::-1]
         one = len(longest_first) == 1
         alone = cost.micro_batch_ns + int(cost.time(int(longest_first[0]), len(task.ranks)))
-        costs.append(alone if one else pack_time(longest_first, len(task.ranks), step))
+        costs.append(alone if one else pack_times([longest_first], np.array([len(task.ranks)]), step)[0])
     plan = step.plan(
         "replayed",
         np.repeat(np.arange(len(tasks)), [len(task.documents) for task in tasks]),

@@ -30,7 +30,7 @@ import math
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, inlined, listed
+from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
 from hf_longctx.planner.topology import FULL, Topology
 from hf_longctx.planner.whole_bound import bound_of_whole
@@ -140,6 +140,7 @@ def best_sizes(
 
 
 @inlined
+@borrowing
 @compiled
 def _falls(length: int, ranks: int, coefficients: tuple[int, ...]) -> bool:  # pragma: no cover - compiled
     """Whether a document takes less time on one rank more."""

@@ -143,6 +143,10 @@ def _planned(
     times = cost.time(ordered, 1)
 
     rounds_end = WORST
+    # Where few documents end late, rounds of all of them follow, which end as soon as those of the search, with large ones alone.
+    rounds_follow = mode == "async" and len(ordered) <= MANY_DOCUMENTS
+    if not topology.uniform and int(topology.fewest_ranks(tokens).sum()) > MANY_MEMBERS:
+        rounds_follow = False
 
     def placed(room: np.ndarray) -> list[tuple[Placement, PlacementContext]]:
         nonlocal rounds_end
@@ -152,7 +156,7 @@ def _planned(
         candidates = []
         for goal, context in goals:
             search = Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, context)
-            candidates.append((search.best(), context))
+            candidates.append((search.best(in_rounds=not rounds_follow), context))
             rounds_end = min(rounds_end, search.rounds_end)
         return candidates
 

@@ -46,9 +46,10 @@ _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 """Seconds that compiling is expected to take for what this thread plans."""
 
 
-def dispatcher(function: Callable[..., Any], inlined: bool = False) -> Any:
+def dispatcher(function: Callable[..., Any], inlined: bool = False, borrows: bool = False) -> Any:
     """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
-    compiled_form: Any = numba.njit(nogil=True, inline="always" if inlined else "never")(function)
+    inline = "always" if inlined else "never"
+    compiled_form: Any = numba.njit(nogil=True, inline=inline, _nrt=not borrows)(function)
     template = compiled_form.get_call_template
 
     def template_of_kinds(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:

@@ -128,6 +128,40 @@ def test_documents_that_need_more_than_half_of_all_ranks_run_one_after_another(s
     assert loose * 1.19 < bound
 
 
+def test_no_plan_that_keeps_to_nodes_beats_their_bound():
+    """Documents on 14 ranks take two nodes of 8, and of those on 5 no node holds two."""
+    from drawn_steps import drawn
+    from planner_bound import reachable_bound
+
+    cost = CostModel(attention_ps=1000, linear_ps=10**6, inside_ps=0, message_ns=800_000)
+    topology = Topology(56, 1000, ranks_per_node=8)
+    for length in (13_500, 4_900):
+        lengths = np.full(2100, length)  # so many lie as no other planner places them
+        free, kept = (reachable_bound(lengths, topology, cost, in_nodes=nodes) for nodes in (False, True))
+        assert free * 1.03 < kept <= plan_step(lengths, topology, cost).timeline().makespan
+        enough = (free + kept) // 2
+        assert reachable_bound(lengths, topology, cost, in_nodes=True, enough=enough) == enough
+    keep = 0
+    for seed in range(1, 60, 4):
+        step = drawn(seed, most_ranks=64)
+        step = replace(step, lengths=step.lengths[:150])
+        topology = step.topology
+        if not topology.uniform or topology.node_size == topology.world_size or step.offload is not None:
+            continue
+        plan = plan_step(step.lengths, topology, step.cost)
+        nodes = np.add.reduceat(plan.rank % topology.node_size == 0, plan.first_member[:-1])
+        last = np.maximum.reduceat(plan.rank, plan.first_member[:-1])
+        ends = (last == topology.world_size - 1) | (last % topology.node_size == topology.node_size - 1)
+        first = np.minimum.reduceat(plan.rank, plan.first_member[:-1])
+        inside = first // topology.node_size == last // topology.node_size
+        whole = (first % topology.node_size == 0) & ends & (nodes == -(-plan.members // topology.node_size))
+        if (inside | whole).all():
+            keep += 1
+            bound = reachable_bound(step.ordered, topology, step.cost, in_nodes=True)
+            assert plan.timeline().makespan >= bound, step
+    assert keep > 2
+
+
 def test_scales_never_sum_to_more_than_one():
     # Of any shares that sum to 1, also where they end on a step.
     from planner_boxes import SCALES

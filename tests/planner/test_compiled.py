@@ -1,12 +1,14 @@
 """Planning's inner functions: interpreted and compiled they compute the same integers, also where these wrap around; ranks that
 start together compile once; machine code kept on disk is never older than any of the files it was made from."""
 
+import ast
 import fcntl
 import itertools
 import json
 import math
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -318,6 +320,34 @@ def test_many_small_plans_are_compiled_in_the_end(on_disk: bool, monkeypatch: py
         monkeypatch.setattr(compiled, "_spent", spent)
         with compiled.planning(0.001):
             assert compiled._interprets.get() is expected
+
+
+def test_what_borrows_makes_no_array_and_is_returned_none():
+    """Machine code that counts no references would keep an array that it makes for ever, or lose one that is still used."""
+    functions = {
+        function.name: function
+        for path in (ROOT / "hf_longctx").rglob("*.py")
+        for function in ast.parse(path.read_text()).body
+        if isinstance(function, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id == "compiled" for d in function.decorator_list)
+    }
+    returns_arrays = {n for n, f in functions.items() if f.returns and not _plain_numbers(ast.unparse(f.returns))}
+    borrowing = {
+        name
+        for name, function in functions.items()
+        if any(isinstance(d, ast.Name) and d.id == "borrowing" for d in function.decorator_list)
+    }
+    assert len(borrowing) > 30
+    assert not borrowing & returns_arrays
+    for name in borrowing:
+        for call in (node for node in ast.walk(functions[name]) if isinstance(node, ast.Call)):
+            called = ast.unparse(call.func)
+            assert "." not in called or called in {"np.ceil", "np.sqrt", "math.ldexp"}, (name, called)
+            assert called not in returns_arrays, (name, called)
+
+
+def _plain_numbers(annotation: str) -> bool:
+    return set(re.findall(r"\w+", annotation)) <= {"tuple", "int", "float", "bool", "None"}
 
 
 def test_a_constant_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch):

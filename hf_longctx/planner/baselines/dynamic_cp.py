@@ -26,12 +26,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.baselines.static_cp import pack_time
+from hf_longctx.planner.baselines.static_cp import pack_times
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.micro_batches import Step
-from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.topology import Topology
 
@@ -60,7 +59,7 @@ def plan_dynamic_cp(lengths: np.ndarray, topology: Topology, cost: CostModel, mo
     place[order] = np.arange(len(order))
     group, size, round = place[group], size[order], round[order]
     by_group = np.split(ordered[np.argsort(group, kind="stable")], np.cumsum(np.bincount(group))[:-1])
-    costs = _times(by_group, size, group, ordered, step)
+    costs = _times(by_group, size, step)
     starts = np.concatenate([np.flatnonzero(np.diff(round, prepend=-1)), [len(round)]])
     first_rank = np.empty_like(size)
     for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist()):
@@ -82,19 +81,10 @@ def group_sizes(world_size: int) -> np.ndarray:
     return np.union1d(powers, [world_size])
 
 
-def _times(
-    by_group: list[np.ndarray], size: np.ndarray, group: np.ndarray, ordered: np.ndarray, step: Step
-) -> np.ndarray:
-    """int64 [groups], nanoseconds. Groups of one rank, most of them as a rule, are computed together."""
-    times = sums(group, step.cost.time(ordered, 1), len(size)) + step.cost.micro_batch_ns
-    for i in np.flatnonzero(size > 1).tolist():
-        times[i] = _time(by_group[i], int(size[i]), step)
-    return times
-
-
-def _time(lengths: np.ndarray, size: int, step: Step) -> int:
-    """Nanoseconds of a group of `size` ranks; `lengths` descend."""
-    return pack_time(lengths, min(size, int(lengths.sum())), step)
+def _times(by_group: list[np.ndarray], size: np.ndarray, step: Step) -> np.ndarray:
+    """int64 [groups], nanoseconds of each on so many ranks (int64 [groups]); `by_group`: lengths of each, which descend."""
+    tokens = np.array([int(lengths.sum()) for lengths in by_group])
+    return pack_times(by_group, np.minimum(size, tokens), step)
 
 
 def _widen(by_group: list[np.ndarray], size: np.ndarray, costs: np.ndarray, step: Step) -> None:
@@ -103,7 +93,7 @@ def _widen(by_group: list[np.ndarray], size: np.ndarray, costs: np.ndarray, step
     while free > 0:
         longest = int(costs.argmax())
         ranks = int(size[longest])
-        if ranks > free or (wider := _time(by_group[longest], 2 * ranks, step)) >= costs[longest]:
+        if ranks > free or (wider := _times([by_group[longest]], np.array([2 * ranks]), step)[0]) >= costs[longest]:
             return
         size[longest], costs[longest] = 2 * ranks, wider
         free -= ranks

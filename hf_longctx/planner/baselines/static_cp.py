@@ -60,14 +60,14 @@ def plan_static_cp(
     by_pack = np.split(ordered[np.argsort(pack, kind="stable")], np.cumsum(np.bincount(pack))[:-1])
     # A rank without a token runs nothing: a pack of fewer tokens than the degree takes fewer ranks.
     sizes = np.array([min(degree, int(pack_lengths.sum())) for pack_lengths in by_pack], np.int64)
-    costs = [pack_time(pack_lengths, size, step) for pack_lengths, size in zip(by_pack, sizes.tolist())]
+    costs = pack_times(by_pack, sizes, step)
     first_rank = np.arange(packs) % (topology.world_size // degree) * degree
     first_member = np.cumsum(sizes) - sizes
     member = np.repeat(first_rank - first_member, sizes) + np.arange(int(sizes.sum()))
     micro_batch = np.empty(len(ordered), np.int64)
     micro_batch[step.by_length] = pack
     name = "static_cp" if packed else "static_cp_unpacked"
-    return step.plan(name, micro_batch, sizes, member, np.array(costs, np.int64), "ring")
+    return step.plan(name, micro_batch, sizes, member, costs, "ring")
 
 
 def context_degree(context: int, topology: Topology) -> int:
@@ -85,15 +85,18 @@ def context_degree(context: int, topology: Topology) -> int:
     return next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * capacity >= context)
 
 
-def pack_time(lengths: np.ndarray, ranks: int, step: Step) -> int:
-    """Nanoseconds of a pack on so many ranks; `lengths` descend.
+def pack_times(by_pack: list[np.ndarray], ranks: np.ndarray, step: Step) -> np.ndarray:
+    """int64 [packs], nanoseconds of each on so many ranks (int64 [packs]); `by_pack`: lengths of each, which descend.
 
     ring_time lets one document's attention hide another's ring, and rounds down, while the lower bound has each document
     wait for its own exchange: less than the bound counts must not come out.
     """
-    cost = step.cost
-    if ranks == 1:
-        return int(cost.time(lengths, 1).sum()) + cost.micro_batch_ns
-    least = -(-int(cost.work(lengths, step.topology.fewest_ranks(lengths)).sum()) // ranks)
-    alone = int(cost.time(int(lengths[0]), ranks))
-    return max(cost.ring_time(lengths, ranks), max(least, alone) + cost.micro_batch_ns)
+    cost, lengths = step.cost, np.concatenate(by_pack)
+    begins = np.cumsum([0, *map(len, by_pack[:-1])])
+    whole = np.add.reduceat(cost.time(lengths, 1), begins)
+    least = -(-np.add.reduceat(cost.work(lengths, step.topology.fewest_ranks(lengths)), begins) // ranks)
+    shared = np.maximum(least, cost.time(lengths[begins], ranks))
+    times = np.where(ranks == 1, whole, shared) + cost.micro_batch_ns
+    for i in np.flatnonzero(ranks > 1).tolist():
+        times[i] = max(int(times[i]), cost.ring_time(by_pack[i], int(ranks[i])))
+    return times

@@ -40,7 +40,7 @@ import numpy as np
 
 from hf_longctx.hardware.model_sizes import ModelFlops, model_flops
 from hf_longctx.hardware.speeds import GPU, RankSpeed
-from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, listed
 
 PS_PER_NS = 1000
 UNLIMITED = 2**40
@@ -321,6 +321,7 @@ def _nanoseconds(times: Any, bits: int) -> Any:
     return np.minimum(times, most) << bits if isinstance(times, np.ndarray) else min(times, most) << bits
 
 
+@borrowing
 @compiled
 def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
     """CostModel.work of one document; rounded down term by term, but linear, which is rounded up to at least 1."""
@@ -339,6 +340,7 @@ def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # p
     return document * ranks + linear + max(attention, exchange)
 
 
+@borrowing
 @compiled
 def _work_in_units(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
     """`work_of` in units. Every operation rounds a result that does not fall where an operand grows, so work does not either."""
@@ -351,6 +353,7 @@ def _work_in_units(length: int, ranks: int, coefficients: tuple[int, ...]) -> in
     return document * ranks + int(np.ceil(float(linear_ps) * length / unit)) + int(hidden / unit)
 
 
+@borrowing
 @compiled
 def exchange_ps(tokens: int, ranks: int, coefficients: tuple[int, ...]) -> float:  # pragma: no cover - compiled
     """Picoseconds of all ranks together to exchange the keys and values of so many tokens, in float64."""

@@ -12,7 +12,7 @@ from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.placing.packing import grouped, pack, sums
 from hf_longctx.planner.placing.rank_blocks import PlacementContext
-from hf_longctx.planner.placing.rank_shares import proportional_shares, slowest_share
+from hf_longctx.planner.placing.rank_shares import slowest_share
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import chunk_split, chunk_whole, room_in_time
 from hf_longctx.planner.topology import FULL, SPLIT, Topology
@@ -169,7 +169,7 @@ def group_costs(
     for length, work, group in zip(lengths.tolist(), works, np.split(members, np.cumsum(sizes)[:-1])):
         speeds = topology.speeds[group]
         # A group ends with its slowest share: as a rank of speed 1000 with `slowest` of the tokens would.
-        slowest = slowest_share(proportional_shares(length, speeds, topology.capacities[group]), speeds)
+        slowest = slowest_share(length, speeds, topology.capacities[group])
         costs.append(-(-work * int(slowest) // length) + cost.micro_batch_ns * FULL // int(speeds.min()))
     return np.array(costs, np.int64)
 

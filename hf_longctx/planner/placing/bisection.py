@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.placing.rank_blocks import PlacementContext, ends_within, group_time, smallest_group
 from hf_longctx.planner.topology import Topology
@@ -272,6 +272,7 @@ def place_by_bisection(
         count += 2
 
 
+@borrowing
 @compiled
 def _division(
     documents: np.ndarray,
@@ -333,6 +334,7 @@ def _division(
     return 0, 0
 
 
+@borrowing
 @compiled
 def _room(speed: int, time: int) -> int:  # pragma: no cover - compiled
     """Nanoseconds of work that ranks of this speed together (per mille) do in so many nanoseconds. The product of both may exceed
@@ -340,6 +342,7 @@ def _room(speed: int, time: int) -> int:  # pragma: no cover - compiled
     return time // 1000 * speed + time % 1000 * speed // 1000
 
 
+@borrowing
 @compiled
 def _holds(
     i: int, first: int, width: int, left: int, large: Large, context: PlacementContext

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, inlined, listed
+from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.placing.rank_blocks import PlacementContext
 
 
@@ -48,6 +48,7 @@ def nothing_taken(context: PlacementContext) -> Free:  # pragma: no cover - comp
     )
 
 
+@borrowing
 @compiled
 def give_all_back(free: Free) -> None:  # pragma: no cover - compiled
     """Frees all ranks."""
@@ -57,6 +58,7 @@ def give_all_back(free: Free) -> None:  # pragma: no cover - compiled
 
 
 @inlined
+@borrowing
 @compiled
 def next_rank(free: Free) -> int:  # pragma: no cover - compiled
     """The rank that `take` gives to a document that stays whole; the number of ranks if there is none."""
@@ -67,6 +69,7 @@ def next_rank(free: Free) -> int:  # pragma: no cover - compiled
 
 
 @inlined
+@borrowing
 @compiled
 def take(ranks: int, at: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """The first of so many ranks in the smallest gap that has them, or else after all others; -1 if there are none.
@@ -100,6 +103,7 @@ def take(ranks: int, at: int, free: Free, context: PlacementContext) -> int:  # 
 
 
 @inlined
+@borrowing
 @compiled
 def _leave(start: int, width: int, free: Free) -> None:  # pragma: no cover - compiled
     """Adds a gap."""

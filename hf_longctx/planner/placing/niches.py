@@ -29,10 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, inlined, listed
+from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.placing.bisection import Large
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time, smallest_group, unequal_time
+from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time, smallest_group, time_on
 
 NEARLY_BUSY = 1.02
 """Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""
@@ -112,8 +112,14 @@ def place_in_niches(
         fits_from[units] = i + 1
     following_document = listed(np.arange(end + 1))
     waiting = end - begin
+    # Work that waits, and what equal ranks can still do until the target.
+    work_left, room_left = 0 * target, 0 * target
+    for i in range(begin, end):
+        work_left += _least_work(i, large, context)
+    for rank in range(world_size):
+        room_left += max(target - loads[rank], 0)
     while waiting > 0:
-        if len(open_domains) == 0:
+        if len(open_domains) == 0 or (context.uniform and work_left > room_left):
             return -1
         index = open_domains[0][1]
         run, last = first_run[index], first_run[index] + runs[index] - 1
@@ -129,8 +135,10 @@ def place_in_niches(
                     size = _units_for(i, free, target - now, unit, head[run], following, large, context)
         if size == 0:  # the niche is raised to the next one
             if run == last:
+                room_left -= max(target - now, 0) * free * unit
                 heappop(open_domains)
                 continue
+            room_left -= max(min(height[run + 1], target) - now, 0) * free * unit
             tail = head[run]
             while following[tail] >= 0:
                 tail = following[tail]
@@ -150,6 +158,8 @@ def place_in_niches(
             return -1
         starts[i], sizes[i], first_member[i] = now, size * unit, members
         stop = now + _time_of(i, size, unit, head[run], following, large, context)
+        work_left -= _least_work(i, large, context)
+        room_left -= (stop - now) * size * unit
         group, newest = head[run], -1
         for _ in range(size):
             newest = group
@@ -198,6 +208,16 @@ def place_in_niches(
 
 
 @inlined
+@borrowing
+@compiled
+def _least_work(i: int, large: Large, context: PlacementContext) -> int:  # pragma: no cover - compiled
+    """Nanoseconds of equal ranks together that no group of the document takes less than."""
+    fewest = -(-large.footprints[i] // context.capacity)
+    return work_of(large.lengths[i], fewest, context.coefficients) if fewest > 1 else large.alone[i]
+
+
+@inlined
+@borrowing
 @compiled
 def _next(following_document: np.ndarray, i: int) -> int:  # pragma: no cover - compiled
     """The first document from `i` on that has no group yet; shortens the way to it."""
@@ -211,6 +231,7 @@ def _next(following_document: np.ndarray, i: int) -> int:  # pragma: no cover - 
     return first
 
 
+@borrowing
 @compiled
 def _units_for(
     i: int,
@@ -248,6 +269,7 @@ def _units_for(
     return low
 
 
+@borrowing
 @compiled
 def _ends_in_time(
     i: int,
@@ -274,6 +296,7 @@ def _ends_in_time(
 
 
 @inlined
+@borrowing
 @compiled
 def _fewest_and_most(
     i: int, free: int, unit: int, large: Large, context: PlacementContext
@@ -283,6 +306,7 @@ def _fewest_and_most(
     return fewest, min(free, max(-(-large.best[i] // unit), fewest), large.lengths[i] // unit)
 
 
+@borrowing
 @compiled
 def _unequal_units_for(
     i: int,
@@ -340,15 +364,17 @@ def _time_of(
         return large.alone[i] * 1000 // context.speeds[head]
     if context.uniform:
         return equal_time(large.lengths[i], ranks, context)
-    group, first = np.empty(ranks, np.int64), head
-    for j in range(size):
-        for k in range(unit):
-            group[j * unit + k] = first + k
+    speeds, capacities = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
+    first, end = head, 0
+    for _ in range(size):
+        for rank in range(first, first + unit):
+            speeds[end], capacities[end] = context.speeds[rank], context.capacities[rank]
+            end += 1
         first = following[first]
-    group.sort()
-    return unequal_time(large.lengths[i], group, context)
+    return time_on(large.lengths[i], speeds, capacities, context)
 
 
+@borrowing
 @compiled
 def _first_in_time(
     begin: int,

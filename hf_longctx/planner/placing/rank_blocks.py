@@ -27,9 +27,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, listed, remembered
+from hf_longctx.planner.compiled import borrowing, compiled, listed, remembered
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
-from hf_longctx.planner.placing.rank_shares import proportional_shares, slowest_share
+from hf_longctx.planner.placing.rank_shares import slowest_share
 from hf_longctx.planner.stages.causal_chunks import best_chunks, counted
 from hf_longctx.planner.topology import Topology
 
@@ -54,6 +54,12 @@ class PlacementContext(NamedTuple):
     """Tokens of rank 0."""
     before: np.ndarray
     """int64 [world_size + 1]: tokens that the ranks before each hold together."""
+    slowest: int
+    """Per mille of the slowest rank."""
+    fastest: int
+    """The same of the fastest."""
+    smallest: int
+    """Tokens of the rank that holds fewest."""
     uniform: bool
     node: int
     """Ranks per node."""
@@ -82,6 +88,9 @@ def placement_context(topology: Topology, cost: CostModel, stages: int = 1, unit
         capacities=topology.capacities,
         capacity=int(topology.capacities[0]),
         before=np.concatenate([[0], np.cumsum(topology.capacities)]),
+        slowest=int(topology.speeds.min()),
+        fastest=int(topology.speeds.max()),
+        smallest=int(topology.capacities.min()),
         uniform=topology.uniform,
         node=topology.node_size,
         multiple=topology.ulysses_degree,
@@ -95,6 +104,7 @@ def placement_context(topology: Topology, cost: CostModel, stages: int = 1, unit
     )
 
 
+@borrowing
 @compiled
 def group_time(length: int, first: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document, alone in its micro-batch, counts on ranks first to first + size - 1."""
@@ -116,13 +126,16 @@ def group_times(
 
 
 @remembered
+@borrowing
 @compiled
 def adjacent_time(length: int, first: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document counts on unequal ranks first to first + size - 1."""
-    return unequal_time(length, np.arange(first, first + size), context)
+    end = first + size
+    return time_on(length, context.speeds[first:end], context.capacities[first:end], context)
 
 
 @remembered
+@borrowing
 @compiled
 def chunks_on(length: int, size: int, context: PlacementContext) -> tuple[int, int]:  # pragma: no cover - compiled
     """Chunks of a document on so many equal ranks, and nanoseconds of each rank."""
@@ -140,6 +153,7 @@ def chunks_on(length: int, size: int, context: PlacementContext) -> tuple[int, i
 
 
 @remembered
+@borrowing
 @compiled
 def equal_time(length: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
@@ -152,19 +166,39 @@ def equal_time(length: int, size: int, context: PlacementContext) -> int:  # pra
 @compiled
 def unequal_time(length: int, ranks: np.ndarray, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document counts on these unequal ranks, which need not be adjacent. They run no chunks."""
-    work = work_of(length, len(ranks), context.coefficients)
-    speeds = context.speeds[ranks]
-    slowest = slowest_share(proportional_shares(length, speeds, context.capacities[ranks]), speeds)
+    return time_on(length, context.speeds[ranks], context.capacities[ranks], context)
+
+
+@borrowing
+@compiled
+def time_on(
+    length: int, speeds: np.ndarray, capacities: np.ndarray, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on ranks of these speeds and capacities."""
+    work = work_of(length, len(speeds), context.coefficients)
+    least = speeds[0]
+    for speed in speeds:
+        least = min(least, speed)
+    return _time_of_slowest(length, work, slowest_share(length, speeds, capacities), least, context)
+
+
+@borrowing
+@compiled
+def _time_of_slowest(
+    length: int, work: int, slowest: int, speed: int, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts whose work is `work`. `slowest`: as of `slowest_share`. `speed`: the least of all."""
     # work * slowest / length, rounded up, in two parts: the product itself may exceed 64 bits.
     rest = work % length
     if float(length) * slowest < LARGEST_PRODUCT:
         more = -(-(rest * slowest) // length)
     else:
         more = int(np.ceil(float(rest) / length * slowest))
-    time = work // length * slowest + more + context.micro_batch * 1000 // speeds.min()
+    time = work // length * slowest + more + context.micro_batch * 1000 // speed
     return counted(time, 1, context.stages, context.unit)
 
 
+@borrowing
 @compiled
 def ends_within(
     length: int, first: int, size: int, limit: int, context: PlacementContext
@@ -174,11 +208,18 @@ def ends_within(
         return equal_time(length, size, context) <= limit
     # If they shared it in proportion to their speeds, to the fraction of a token, they could not take less than this.
     speed = context.speed_before[first + size] - context.speed_before[first]
-    if work_of(length, size, context.coefficients) * 1000 // speed > limit:
+    work = work_of(length, size, context.coefficients)
+    if work * 1000 // speed > limit:
         return False
+    # Where all have room, none holds two tokens more than that.
+    if length >= size and (length - size) * context.fastest // speed + 2 <= context.smallest:
+        slowest = (length - size) * 1000 // speed + 2000 // context.slowest + 3
+        if _time_of_slowest(length, work, slowest, context.slowest, context) <= limit:
+            return True
     return adjacent_time(length, first, size, context) <= limit
 
 
+@borrowing
 @compiled
 def _fewest_from(first: int, most: int, tokens: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Ranks, counted from `first`, that hold so many tokens; more than `most` where they do not suffice."""
@@ -186,9 +227,17 @@ def _fewest_from(first: int, most: int, tokens: int, context: PlacementContext) 
         return -(-tokens // context.capacity)
     # `before` ascends, so that bisection finds how many ranks have so much room; most + 1 where `most` have not.
     target = context.before[first] + tokens
-    return np.searchsorted(context.before[first : first + most + 1], target)
+    low, high = 0 * most, most + 1
+    while low < high:
+        middle = (low + high) // 2
+        if context.before[first + middle] < target:
+            low = middle + 1
+        else:
+            high = middle
+    return low
 
 
+@borrowing
 @compiled
 def smallest_group(
     length: int, footprint: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
@@ -203,6 +252,7 @@ def smallest_group(
     return _in_whole_nodes(length, size, fewest, best, first, most, limit, context)
 
 
+@borrowing
 @compiled
 def _fewest_in_time(
     length: int, fewest: int, best: int, first: int, most: int, limit: int, likely: int, context: PlacementContext
@@ -248,6 +298,7 @@ def _fewest_in_time(
     return low
 
 
+@borrowing
 @compiled
 def _in_whole_nodes(
     length: int, size: int, fewest: int, best: int, first: int, most: int, limit: int, context: PlacementContext
@@ -274,6 +325,7 @@ def _in_whole_nodes(
     return size
 
 
+@borrowing
 @compiled
 def _gcd(a: int, b: int) -> int:  # pragma: no cover - compiled
     while b:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, listed
 
 
 def shares(length: int, ranks: int, before: int = 0) -> list[int]:
@@ -61,10 +61,70 @@ def proportional_shares(length: int, speeds: np.ndarray, room: np.ndarray) -> np
     return tokens
 
 
+@borrowing
 @compiled
-def slowest_share(tokens: np.ndarray, speeds: np.ndarray) -> int:  # pragma: no cover - compiled
-    """Tokens that a rank of speed 1000 holds in the time that the slowest of these needs, rounded up."""
-    return (-(-tokens * 1000 // speeds)).max()
+def slowest_share(length: int, speeds: np.ndarray, room: np.ndarray) -> int:  # pragma: no cover - compiled
+    """Tokens that a rank of speed 1000 holds in the time that the slowest of these ranks needs for its `proportional_shares`,
+    rounded up. No array is made: it is asked for each group that may be one."""
+    ranks, slowest = len(speeds), 0 * length
+    if length <= ranks:
+        for i in range(length):
+            slowest = max(slowest, -(-1000 // speeds[i]))
+        return slowest
+    # Those whose share does not fit are filled, and shares of the others grow: so who was filled once stays so.
+    left, speed = length - ranks, 0 * length
+    for i in range(ranks):
+        if room[i] > 1:
+            speed += speeds[i]
+    while speed > 0:
+        still_left, still_open = length - ranks, 0 * length
+        for i in range(ranks):
+            if room[i] > 1:
+                if left * speeds[i] // speed >= room[i]:
+                    still_left -= room[i] - 1
+                else:
+                    still_open += speeds[i]
+        if still_open == speed:
+            break
+        left, speed = still_left, still_open
+    if speed == 0:
+        for i in range(ranks):
+            tokens = max(room[i], 1) + (left if i == 0 else 0)
+            slowest = max(slowest, -(-tokens * 1000 // speeds[i]))
+        return slowest
+    rest, fitting, fastest = left, 0 * length, 0 * length
+    for i in range(ranks):
+        share = left * speeds[i] // speed
+        if room[i] > 1 and share < room[i]:
+            rest -= share
+            if share + 1 < room[i]:
+                fitting += 1
+                fastest = max(fastest, speeds[i])
+    if rest > fitting:
+        return _slowest_of(length, speeds, room)
+    # What rounding down left over goes to those of this speed or more. Of one speed all hold as much, or a token less.
+    low, high = 0 * length + 1, fastest
+    while rest > 0 and low < high:
+        middle = (low + high + 1) // 2
+        faster = 0
+        for i in range(ranks):
+            if speeds[i] >= middle and left * speeds[i] // speed + 1 < room[i]:
+                faster += 1
+        if faster >= rest:
+            low = middle
+        else:
+            high = middle - 1
+    for i in range(ranks):
+        tokens = max(min(left * speeds[i] // speed + 1, room[i]), 1)
+        if rest > 0 and speeds[i] >= low and tokens < room[i]:
+            tokens += 1
+        slowest = max(slowest, -(-tokens * 1000 // speeds[i]))
+    return slowest
+
+
+@compiled
+def _slowest_of(length: int, speeds: np.ndarray, room: np.ndarray) -> int:  # pragma: no cover - compiled
+    return (-(-proportional_shares(length, speeds, room) * 1000 // speeds)).max()
 
 
 @compiled

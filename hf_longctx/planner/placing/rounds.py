@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, inlined, listed
+from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.placing.gaps import Free, give_all_back, nothing_taken, take
 from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time
 from hf_longctx.planner.placing.waiting_documents import (
@@ -63,7 +63,7 @@ def fill_best_round(
     Returns:
         When the round ends, nanoseconds; 0 if no height is enough for the longest document.
     """
-    columns, free = _columns(documents, context)
+    columns, free, scratch = _columns(documents, context)
     height_of, shares = listed(heights), listed(windows)
     begin, end = 0, len(height_of)
     chosen, below, least_time, most_work, most_work_per_time = 0, 0, 0, 0, -1.0
@@ -71,7 +71,7 @@ def fill_best_round(
         best = -1
         for i in range(begin, end):
             least = height_of[i] // 1000 * shares[turn - 1] if turn else 0
-            work, reached, count = _fill(height_of[i], least, False, columns, free, context, kept)
+            work, reached, count = _fill(height_of[i], least, False, columns, free, scratch, context, kept)
             work_per_time = work / max(reached, 1)
             if count and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
                 best, least_time, most_work, most_work_per_time = i, least, work, work_per_time
@@ -86,11 +86,11 @@ def fill_best_round(
     below = min(below, chosen - 1)
     while chosen - below > chosen // LOWERED + 1:
         middle = (below + chosen) // 2
-        if _fill(middle, least_time, False, columns, free, context, kept)[0] >= most_work:
+        if _fill(middle, least_time, False, columns, free, scratch, context, kept)[0] >= most_work:
             chosen = middle
         else:
             below = middle
-    return _fill(chosen, least_time, True, columns, free, context, kept)[1]
+    return _fill(chosen, least_time, True, columns, free, scratch, context, kept)[1]
 
 
 @compiled
@@ -98,15 +98,15 @@ def lowest_that_holds_all(
     low: int, high: int, documents: Waiting, context: PlacementContext
 ) -> tuple[int, int]:  # pragma: no cover - compiled
     """The lowest height of a round of all documents, to a 1000th, and when it ends; zeros if `high` does not suffice."""
-    columns, free = _columns(documents, context)
+    columns, free, scratch = _columns(documents, context)
     nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
     count = len(documents.lengths)
-    _, end, placed = _fill(high, 0, False, columns, free, context, nowhere)
+    _, end, placed = _fill(high, 0, False, columns, free, scratch, context, nowhere)
     if placed < count:
         return 0, 0
     while high - low > low // 1000 + 1:
         middle = (low + high) // 2
-        _, reached, placed = _fill(middle, 0, False, columns, free, context, nowhere)
+        _, reached, placed = _fill(middle, 0, False, columns, free, scratch, context, nowhere)
         if placed == count:
             high, end = middle, reached
         else:
@@ -137,7 +137,7 @@ def stack(
 
 
 @compiled
-def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any]:  # pragma: no cover - compiled
+def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any, Any]:  # pragma: no cover - compiled
     """Return the documents' columns as lists, and all ranks free, for `_fill`."""
     columns = Waiting(
         listed(documents.lengths),
@@ -149,12 +149,20 @@ def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any]: 
         listed(documents.alone_before),
         listed(documents.shared_before),
     )
-    return columns, nothing_taken(context)
+    return columns, nothing_taken(context), (np.empty(MOST_RUNS, np.int64), np.empty(MOST_RUNS, np.int64))
 
 
+@borrowing
 @compiled
 def _fill(
-    height: int, least_time: int, keep: bool, documents: Waiting, free: Free, context: PlacementContext, kept: Kept
+    height: int,
+    least_time: int,
+    keep: bool,
+    documents: Waiting,
+    free: Free,
+    scratch: tuple[np.ndarray, np.ndarray],
+    context: PlacementContext,
+    kept: Kept,
 ) -> tuple[int, int, int]:  # pragma: no cover - compiled
     """Fills one round of a height; if `keep`, writes down what it holds. `least_time`: nanoseconds that a group must take at
     first, 0 for any.
@@ -169,7 +177,7 @@ def _fill(
     work = reached = count = 0
     last = len(alone)
     runs = 0
-    run_begin, run_end = np.empty(MOST_RUNS, np.int64), np.empty(MOST_RUNS, np.int64)
+    run_begin, run_end = scratch
     likely, alike = world_size, True  # ranks of the last group; whether its neighbours took as many
     for in_window in (True, False):
         if in_window and least_time == 0:
@@ -237,6 +245,7 @@ def _fill(
 
 
 @inlined
+@borrowing
 @compiled
 def _place_run(
     begin: int, end: int, group: int, at: int, keep: bool, free: Free, context: PlacementContext, kept: Kept
@@ -255,8 +264,9 @@ def _place_run(
         free.tail[0] = first + (i - begin) * group
         if keep:
             placed[begin:i] = True
-            first_rank[begin:i] = first + group * np.arange(i - begin)
             size[begin:i] = group
+            for placed_there in range(i - begin):
+                first_rank[begin + placed_there] = first + group * placed_there
     while i < end and group <= node < world_size:
         start = take(group, at, free, context)
         if start < 0:

@@ -134,8 +134,9 @@ class Search:
         wide = slice(self.wide)
         self.blocks_of_wide = Shelves(split[wide], footprints[wide], best_size[wide], context, self.wide)
 
-    def best(self) -> Placement:
-        """Place all documents so that the step ends soon; returns the best placement that is found."""
+    def best(self, in_rounds: bool = True) -> Placement:
+        """Place all documents so that the step ends soon; returns the best placement that is found. `in_rounds`: rounds are tried
+        too, where all else ends late."""
         best: Placement | None = None
         context, bound = self.context, self.bound
         if context.stages > 1:  # what documents cost in a pipeline, neither bisection nor rounds know
@@ -157,7 +158,7 @@ class Search:
                         best = place(target, best)
                 if self._met(best, target):
                     break
-        if self.large and context.stages == 1 and not self._met(best, bound * NEAR // 1000):
+        if in_rounds and self.large and context.stages == 1 and not self._met(best, bound * NEAR // 1000):
             best = self.in_rounds(best)
         # Blocks that are not cut at the borders of nodes always fit in the end.
         documents, target = self.documents, bound * TARGETS[-1] // 1000

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, place_in_blocks, smallest_group
 
@@ -134,6 +134,7 @@ def _add_shelf(
     return end, last
 
 
+@borrowing
 @compiled
 def _fill_shelf(
     lengths: np.ndarray,

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, inlined
+from hf_longctx.planner.compiled import borrowing, compiled, inlined
 from hf_longctx.planner.placing.gaps import Free, next_rank
 from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, smallest_group
 
@@ -50,6 +50,7 @@ def waiting(
     return Waiting(lengths, footprints, alone, shared, best, *sums)
 
 
+@borrowing
 @compiled
 def end_of_joining(i: int, end: int, room: int, left: int, documents: Waiting) -> int:  # pragma: no cover - compiled
     """The end of those from document `i` on, before `end`, that have at most so many tokens and so much work together."""
@@ -71,6 +72,7 @@ def end_of_joining(i: int, end: int, room: int, left: int, documents: Waiting) -
     return low
 
 
+@borrowing
 @compiled
 def end_of_run(
     i: int, end: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
@@ -95,6 +97,7 @@ def end_of_run(
 
 
 @inlined
+@borrowing
 @compiled
 def _is_alike(
     i: int, group: int, least: int, height: int, documents: Waiting, free: Free, context: PlacementContext
@@ -105,6 +108,7 @@ def _is_alike(
     return group_for(i, height, group, documents, free, context)[1] == group
 
 
+@borrowing
 @compiled
 def first_on_fewer(
     i: int, group: int, height: int, documents: Waiting, free: Free, context: PlacementContext
@@ -121,6 +125,7 @@ def first_on_fewer(
 
 
 @inlined
+@borrowing
 @compiled
 def next_that_fits(
     i: int, room: int, left: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
@@ -141,6 +146,7 @@ def next_that_fits(
 
 
 @inlined
+@borrowing
 @compiled
 def group_for(
     i: int, height: int, likely: int, documents: Waiting, free: Free, context: PlacementContext
@@ -167,6 +173,7 @@ def group_for(
 
 
 @inlined
+@borrowing
 @compiled
 def fits_alone(
     i: int, height: int, documents: Waiting, free: Free, context: PlacementContext
@@ -179,6 +186,7 @@ def fits_alone(
 
 
 @inlined
+@borrowing
 @compiled
 def work_within(height: int, rank: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Return how much work (nanoseconds at speed 1000) a rank can do within `height`, besides its micro-batch."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time
 
 MOST_WINDOWS = 512
@@ -127,6 +127,7 @@ def place_in_windows(
     return members
 
 
+@borrowing
 @compiled
 def _cheapest(
     length: int,

@@ -29,7 +29,7 @@ import math
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, remembered
+from hf_longctx.planner.compiled import borrowing, compiled, remembered
 from hf_longctx.planner.cost.cost_model import NANOSECONDS, PS_PER_NS, exchange_ps, work_of
 
 MOST_CHUNKS = 32
@@ -63,6 +63,7 @@ def most_chunks(length: int, ranks: int, linear_tokens: int) -> int:
     return 1
 
 
+@borrowing
 @compiled
 def _chunk_stop(length: int, chunk: int, chunks: int, linear_tokens: int) -> int:  # pragma: no cover - compiled
     """chunk_stops of one chunk, counted from 1; where 64 bits do not hold its squares, but for a token or two."""
@@ -82,6 +83,7 @@ def _chunk_stop(length: int, chunk: int, chunks: int, linear_tokens: int) -> int
 
 
 @remembered
+@borrowing
 @compiled
 def chunked_work(
     length: int, ranks: int, chunks: int, linear_tokens: int, micro_batch: int, coefficients: tuple[int, ...]
@@ -111,6 +113,7 @@ def chunked_work(
     return work
 
 
+@borrowing
 @compiled
 def _chunked_work_in_units(
     length: int, ranks: int, chunks: int, linear_tokens: int, micro_batch: int, coefficients: tuple[int, ...]
@@ -133,6 +136,7 @@ def _chunked_work_in_units(
     return (document + micro_batch) * ranks * chunks + linear + int(hidden / unit)
 
 
+@borrowing
 @compiled
 def best_chunks(
     length: int,
@@ -161,6 +165,7 @@ def best_chunks(
     return best, best_time
 
 
+@borrowing
 @compiled
 def counted(time: int, chunks: int, stages: int, unit: int) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document counts, with what longer chunks than `unit` make the stages wait."""

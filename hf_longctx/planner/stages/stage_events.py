@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.topology import FULL
 
 FORWARD, BACKWARD, ARRIVED = 0, 1, 2
@@ -139,6 +139,7 @@ class State(NamedTuple):
     """[2 * u * stages]: 0 or 1."""
 
 
+@borrowing
 @compiled
 def _stage_time(cost: int, weight: int) -> int:  # pragma: no cover - compiled
     """Cost times weight, per mille, rounded down; the product may exceed 64 bits."""

@@ -88,7 +88,7 @@ def test_no_other_shares_end_more_than_two_tokens_earlier(case):
 def test_slowest_share_is_when_the_last_rank_ends(case):
     _, speeds, _ = case
     counts = proportional_shares(*case)
-    assert slowest_share(counts, speeds) == max(-(-int(h) * 1000 // int(v)) for h, v in zip(counts, speeds))
+    assert slowest_share(*case) == max(-(-int(h) * 1000 // int(v)) for h, v in zip(counts, speeds))
 
 
 def test_shares_by_hand():

@@ -1,0 +1,28 @@
+"""Groups of adjacent ranks: when they end, and whether that is in time."""
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_longctx.planner import CostModel, Topology
+from hf_longctx.planner.placing.rank_blocks import adjacent_time, ends_within, placement_context
+
+COST = CostModel(attention_ps=1200, linear_ps=60_000_000, inside_ps=90_000, message_ns=8000, micro_batch_ns=400_000)
+
+
+@settings(max_examples=5 * settings().max_examples)
+@given(st.data())
+def test_unequal_ranks_end_in_time_where_their_slowest_does(data: st.DataObject):
+    """Bounds decide most cases; those that they leave open, and those at the limit itself, are as the shares have it."""
+    ranks = data.draw(st.integers(2, 12))
+    slowest = data.draw(st.integers(100, 999))
+    speed = tuple(data.draw(st.lists(st.integers(slowest, 1000), min_size=ranks, max_size=ranks)))
+    context = placement_context(Topology(ranks, data.draw(st.sampled_from([7, 100, 4096])), speed=speed), COST)
+    first = data.draw(st.integers(0, ranks - 1))
+    size = data.draw(st.integers(1, ranks - first))
+    room = int(context.before[first + size] - context.before[first])
+    length = data.draw(st.integers(min(size, room), room))
+    time = int(adjacent_time(length, first, size, context))
+    for limit in (time - 1, time, time + 1, time * 101 // 100, time * 99 // 100):
+        assert ends_within(length, first, size, limit, context) == (time <= limit)
+    assert np.diff(context.speed_before).tolist() == context.speeds.tolist()
