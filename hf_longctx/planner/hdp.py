@@ -48,7 +48,7 @@ from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.lockstep import plans_in_rounds
 from hf_longctx.planner.placing.other_placements import best_of_others
 from hf_longctx.planner.placing.rank_blocks import PlacementContext, placement_context
-from hf_longctx.planner.placing.rank_order import orders_by_speed
+from hf_longctx.planner.placing.rank_order import RankOrder, orders_by_speed
 from hf_longctx.planner.placing.search import NEAR, TOGETHER, WORST, Search
 from hf_longctx.planner.placing.whole import plan_whole
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
@@ -113,9 +113,10 @@ def plan_step(
     if topology.stay_whole:
         plan = plan_whole(ordered, tokens, order, topology, cost, mode)
         return _labelled(plan, labels).in_nanoseconds(bits)
-    plan = _planned(ordered, tokens, order, topology, cost, mode, offload)
-    if not topology.uniform and mode != "pipeline":
-        plan = _in_order_of_speed(plan, ordered, tokens, order, cost)
+    if topology.uniform or mode == "pipeline":
+        plan = _planned(ordered, tokens, order, topology, cost, mode, offload)
+    else:
+        plan = _in_best_order(ordered, tokens, order, topology, cost, mode)
     if topology.uniform and mode != "pipeline" and offload is None and not len(labels):
         plan = best_of_others(plan, lengths, cost)
     return _labelled(plan, labels).in_nanoseconds(bits)
@@ -187,21 +188,31 @@ def _planned(
     return plan
 
 
-def _in_order_of_speed(
-    plan: StepPlan, ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, cost: CostModel
+def _in_best_order(
+    ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, mode: Mode
 ) -> StepPlan:
-    """Return the plan, or that of the same unequal ranks in another order, if it ends clearly sooner."""
+    """Plan unequal ranks in orders by speed, as they are second, until one order's plan ends soon; return the best."""
     lengths = np.empty_like(ordered)
     lengths[order] = ordered
-    for other in orders_by_speed(plan.topology, cost):
-        makespan = plan.timeline().makespan
-        if makespan * 1000 <= plan.lower_bound * NEAR or len(plan.rank) > MANY_MEMBERS:
+    bound = lower_bound(ordered, topology, cost, mode, tokens)
+    others: list[RankOrder] = []
+    if int(topology.fewest_ranks(tokens).sum()) <= MANY_MEMBERS:
+        others = list(orders_by_speed(topology, cost))
+    best: StepPlan | None = None
+    for other in (*others[:1], None, *others[1:]):
+        if other is None:
+            plan: StepPlan | None = _planned(ordered, tokens, order, topology, cost, mode, None)
+        else:
+            placed = _planned(ordered, tokens, order, other.topology, other.cost(cost), mode, None)
+            plan = other.given_back(placed, lengths, cost, bound)
+        if plan is None:
+            continue
+        if best is None or plan.timeline().makespan * TOGETHER < best.timeline().makespan * 1000:
+            best = plan
+        if best.timeline().makespan * 1000 <= bound * NEAR:
             break
-        placed = _planned(ordered, tokens, order, other.topology, other.cost(cost), plan.mode, None)
-        if placed.timeline().makespan * TOGETHER < makespan * 1000:
-            restored = other.given_back(placed, lengths, cost, plan.lower_bound)
-            plan = restored if restored is not None and restored.timeline().makespan < makespan else plan
-    return plan
+    assert best is not None, "ranks as they are give a plan"
+    return best
 
 
 def _counted(tokens: np.ndarray, labels: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:

@@ -82,10 +82,10 @@ def _costs(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> np.ndarray:
 
 
 def orders_by_speed(topology: Topology, cost: CostModel) -> Iterator[RankOrder]:
-    """Orders of unequal ranks: by nodes, by halves of nodes, and one by one; equal ones once."""
+    """Orders of unequal ranks: by halves of nodes, one by one, and by nodes; equal ones once. The first ends soonest for most."""
     before = [np.arange(topology.world_size)]
     size = topology.ranks_per_node or cost.ranks_per_node
-    parts = dict.fromkeys((size, max(size // 2, 1), 1)) if size else (None,)
+    parts = dict.fromkeys((max(size // 2, 1), 1, size)) if size else (None,)
     for part in parts:
         rank = _in_parts(topology.speeds, size or topology.world_size, part or topology.world_size)
         if any((rank == other).all() for other in before):

@@ -152,12 +152,7 @@ class Search:
             if not self._met(best, bound * NEAR // 1000):
                 best = self._lowest(self.in_blocks, BLOCKS_FIRST, best)
         else:
-            for target in self._targets():
-                for place in (self.in_blocks, self.in_niches, self.bisected, self.on_any_ranks):
-                    if not self._met(best, target):
-                        best = place(target, best)
-                if self._met(best, target):
-                    break
+            best = self._lowest(self.in_all_ways, 1, best)
         if in_rounds and self.large and context.stages == 1 and not self._met(best, bound * NEAR // 1000):
             best = self.in_rounds(best)
         # Blocks that are not cut at the borders of nodes always fit in the end.
@@ -222,6 +217,13 @@ class Search:
                 best = self._spread(self.starts, best, in_place=True)
             if self._met(best, target):
                 break
+        return best
+
+    def in_all_ways(self, target: int, best: Placement | None) -> Placement | None:
+        """The better one of `best` and the first of all ways that ends by `target`."""
+        for place in (self.in_blocks, self.in_niches, self.bisected, self.on_any_ranks):
+            if not self._met(best, target):
+                best = place(target, best)
         return best
 
     def on_any_ranks(self, target: int, best: Placement | None) -> Placement | None:
