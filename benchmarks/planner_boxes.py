@@ -20,10 +20,11 @@ On ranks of unequal speed, T is that on the d fastest ranks, which no others bea
 
 `in_nodes` asks for a bound on plans that keep to nodes, as ours of many documents do: a group lies inside a node or on whole
 nodes, since one that has a single rank on a node brings in by itself what a whole node shares, which no cost model here counts.
-The same proof holds in each node, of N ranks: with N for R, the sum over all documents is at most the number of nodes, where a
-document on whole nodes counts as 1 in each of them. Sizes of groups are those of placing/rank_blocks.py: up to a node, its
-multiples, those that end on the last rank of a last node with fewer ranks, and the fewest that hold a document whose whole nodes
-are slower.
+The same proof holds in each node, of N ranks: with N for R, a document on whole nodes counts as 1 in each of them, and the sum
+over all documents is at most the number of nodes. A last node of r < N ranks counts as f(r / N), as does what a group has of it:
+no ranks of which sum d <= r have more, since these scales never fall below the sum of parts. Sizes of groups are those of
+placing/rank_blocks.py: up to a node, its multiples, those that end on the last rank, and the fewest that hold a document whose
+whole nodes are slower.
 
 Source of the scales and the proof for boxes: Fekete and Schepers, "New classes of fast lower bounds for bin packing problems",
 Mathematical Programming 91 (2001), and "A general framework for bounds for higher-dimensional orthogonal packing
@@ -147,7 +148,6 @@ class _Boxes:
         assert topology.uniform or not in_nodes, "unequal ranks are planned in other orders, across nodes"
         self.ranks = topology.world_size
         self.node = topology.node_size if in_nodes else self.ranks
-        self.nodes = -(-self.ranks // self.node)
         self.packing = cost.micro_batch_ns * int(lengths.sum()) / int(topology.capacities.max())
         self.lengths, self.count = _classes(lengths, topology, cost)
         fewest = topology.fewest_ranks(self.lengths)
@@ -202,17 +202,16 @@ class _Boxes:
     def _areas(self, part: np.ndarray, across: np.ndarray) -> Iterator[float]:
         """The left side of the module's docstring for every f and g, or less; `part` and `across`: T over the end, infinite where
         above 1."""
-        widths = [
-            np.where(self.first <= self.node, f(self.first / self.node), -(-self.first // self.node)) for f in SCALES
-        ]
+        widths = [self.first // self.node + f(self.first % self.node / self.node) for f in SCALES]
         begins = [np.flatnonzero(np.append(True, width[1:] != width[:-1])) for width in widths]
         for g in SCALES:
             parts, parts_across = _scaled(g, part), _scaled(g, across) * self.across_nodes
             for f, width, begin in zip(SCALES, widths, begins):
+                nodes = float(self.ranks // self.node + f(np.array(self.ranks % self.node / self.node)))
                 # Of groups that count alike, the quickest.
                 area = width[begin] * np.minimum.reduceat(parts, begin, axis=1) if f.flat else width * parts
                 area = np.fmin(np.fmin.reduce(area, axis=1), parts_across)  # no width times infinity is no number
-                yield float(area @ self.count) / self.nodes
+                yield float(area @ self.count) / nodes
 
 
 def _scaled(g: Scale, part: np.ndarray) -> np.ndarray:

@@ -172,7 +172,9 @@ def test_scales_never_sum_to_more_than_one():
         parts = rng.multinomial(12, np.full(count, 1 / count), 200) / 12
         for scale in SCALES:
             for shares in (drawn, parts):
-                assert (scale(shares).sum(axis=1) <= 1 + 1e-9).all(), scale
+                for whole in (1.0, 0.75, 5 / 16, 0.1):  # nor of what a last node has of one
+                    most = scale(np.array([whole]))
+                    assert (scale(whole * shares).sum(axis=1) <= most + 1e-9).all(), (scale, whole)
 
 
 @pytest.mark.parametrize("seed", range(0, 42, 7))
