@@ -23,8 +23,8 @@ nodes, since one that has a single rank on a node brings in by itself what a who
 The same proof holds in each node, of N ranks: with N for R, a document on whole nodes counts as 1 in each of them, and the sum
 over all documents is at most the number of nodes. A last node of r < N ranks counts as f(r / N), as does what a group has of it:
 no ranks of which sum d <= r have more, since these scales never fall below the sum of parts. Sizes of groups are those of
-placing/rank_blocks.py: up to a node, its multiples, those that end on the last rank, and the fewest that hold a document whose
-whole nodes are slower.
+placing/rank_blocks.py: up to a node, its multiples, those that end on the last rank, and, for a document that does not end
+in time on as many whole nodes as hold it, the fewest ranks that do.
 
 Source of the scales and the proof for boxes: Fekete and Schepers, "New classes of fast lower bounds for bin packing problems",
 Mathematical Programming 91 (2001), and "A general framework for bounds for higher-dimensional orthogonal packing
@@ -167,12 +167,14 @@ class _Boxes:
             self.time = cost.work(column, smallest) / column * _slowest(column, largest, topology)
         self.time[(last < fewest[:, None]) | (first > widest[:, None])] = math.inf
         self.time[:, ~self._keep_to_nodes(first, last)] = math.inf
-        across = (fewest > self.node) & (-(-fewest // self.node) * self.node > most)
-        self.across = np.where(across, cost.time(self.lengths, fewest) + cost.micro_batch_ns, math.inf)
-        """Of documents that stay on the fewest ranks, in parts of nodes."""
+        whole = np.minimum(-(-fewest // self.node) * self.node, self.ranks)
+        self.on_nodes = np.where(fewest > self.node, cost.time(self.lengths, whole) + cost.micro_batch_ns, 0)
+        """On as many whole nodes as hold each document, which it takes if it ends in time there; 0: it fits into a node."""
+        self.across = cost.time(self.lengths, fewest) + cost.micro_batch_ns
+        """On the fewest ranks, in parts of nodes, which it takes otherwise."""
         self.across_nodes = np.maximum(fewest // self.node - 1, 0)
         """Whole nodes that such a group has at least, wherever it begins."""
-        self.across_work = np.where(across, self.across * fewest / self.ranks, math.inf)
+        self.across_work = self.across * fewest / self.ranks
         self.launched = self.time + np.where(first > 1, cost.micro_batch_ns, 0)
         """With the micro-batch of its own that a split document has."""
 
@@ -188,7 +190,7 @@ class _Boxes:
         """Whether no plan ends by then, in units of the cost model."""
         part = self.launched / end - 2 * ROUNDING
         in_time = part <= 1
-        across = self.across / end - 2 * ROUNDING
+        across = np.where(self.on_nodes > end, self.across / end - 2 * ROUNDING, math.inf)
         across[across > 1] = math.inf
         if not (in_time.any(axis=1) | np.isfinite(across)).all():
             return True
