@@ -6,21 +6,19 @@ from hypothesis import given
 
 from hf_longctx.planner import CostModel, Topology, plan_step
 from hf_longctx.planner.placing.rank_order import orders_by_speed
+from hf_longctx.planner.placing.search import NEAR, TOGETHER
 from tests.builders.plans.random_plans import steps
 
 COST = CostModel(attention_ps=1000, linear_ps=10**6, inside_ps=1000, document_ns=10)
 
 
-@pytest.mark.parametrize(
-    ("ranks_per_node", "orders"),
-    [(4, [[0, 2, 4, 6, 1, 3, 5, 7]] * 2), (None, [[0, 2, 4, 6, 1, 3, 5, 7]]), (1, [[0, 2, 4, 6, 1, 3, 5, 7]])],
-)
-def test_orders_of_ranks_that_alternate(ranks_per_node, orders):
-    """By nodes nothing would change but inside them: fast ranks first. Halves of nodes are equally fast, so they sort as single
+@pytest.mark.parametrize(("ranks_per_node", "by_node"), [(4, [[0, 2, 1, 3, 4, 6, 5, 7]]), (None, []), (1, [])])
+def test_orders_of_ranks_that_alternate(ranks_per_node, by_node):
+    """By nodes nothing changes but inside them: fast ranks first. Halves of nodes are equally fast, so they sort as single
     ranks do."""
     topology = Topology(8, 100, ranks_per_node, speed=(1000, 300) * 4)
     chosen = [order.rank.tolist() for order in orders_by_speed(topology, COST)]
-    assert chosen[-1] == orders[-1]
+    assert chosen == [[0, 2, 4, 6, 1, 3, 5, 7], *by_node]
     for order in orders_by_speed(topology, COST):
         assert order.topology.speeds.tolist() == topology.speeds[order.rank].tolist()
 
@@ -46,7 +44,7 @@ def test_documents_run_on_ranks_of_their_speed():
 
 @pytest.mark.parametrize("mode", ["async", "lockstep"])
 @given(step=steps(max_ranks=8, equal=False))
-def test_a_plan_given_back_is_valid_and_no_longer(mode, step):
+def test_a_plan_given_back_is_valid_and_no_longer_or_near_the_bound(mode, step):
     from hf_longctx.planner import hdp
 
     lengths, topology, cost = step
@@ -56,4 +54,5 @@ def test_a_plan_given_back_is_valid_and_no_longer(mode, step):
     assert makespan >= plan.lower_bound
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hdp, "orders_by_speed", lambda topology, cost: ())
-        assert makespan <= plan_step(lengths, topology, cost, mode).timeline().makespan
+        as_they_are = plan_step(lengths, topology, cost, mode).timeline().makespan
+    assert makespan * 1000 <= max(as_they_are * TOGETHER, plan.lower_bound * NEAR)
