@@ -1,6 +1,7 @@
 """Plans of any lengths: rows that once went wrong, a random search over lengths and clusters, groups of other kinds, meetings.
 
     python benchmarks/any_lengths.py --json FILE --check any-lengths       # all of it, 2,000 draws
+    python benchmarks/any_lengths.py --processes 2 --kept FILE    # the same; if it is stopped, it goes on where it was
     python benchmarks/any_lengths.py --seed 1234                  # plan one draw of the search again, and say all about it
     python benchmarks/any_lengths.py --rows agents --draws 0      # a quick look
 
@@ -12,14 +13,18 @@ CPU times are of compiled code on one core, the least of up to three calls.
 """
 
 import argparse
+import contextlib
+import hashlib
+import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +33,7 @@ from plan_limits import Judged, judge
 from planner_search import searched as searched_for
 from report import conclude, parser
 
+from hf_longctx import planner
 from hf_longctx.planner import StepPlan, Topology, plan_step, planners_for
 from hf_longctx.simulator.lengths import draw
 
@@ -153,10 +159,10 @@ class Report:
         self.figures[f"{prefix}/planning CPU over its limit"] = judged.time_over_limit
         self.figures[f"{prefix}/members"] = judged.members
 
-    def search(self, draws: int, processes: int = 1) -> None:
+    def search(self, draws: int, processes: int = 1, kept: Path | None = None) -> None:
         """Plan so many draws, and list the limits that they break."""
         results, begin = [], time.perf_counter()
-        for result in searched(range(draws), processes):
+        for result in searched(range(draws), processes, kept):
             results.append(result)
             if len(results) % EVERY == 0:
                 seconds = time.perf_counter() - begin
@@ -233,16 +239,46 @@ class Searched:
     violations: tuple[str, ...] = ()
 
 
-def searched(seeds: Iterable[int], processes: int = 1) -> Iterator[Searched]:
-    """Both plans of each draw, in the order of their seeds."""
-    if processes == 1:
-        warm_up()
+def searched(seeds: Iterable[int], processes: int = 1, kept: Path | None = None) -> Iterator[Searched]:
+    """Both plans of each draw, in the order of their seeds.
+
+    Args:
+        kept: a file that keeps the results, one draw a line, while these sources stay as they are.
+    """
+    seeds, known = list(seeds), _results_of(kept) if kept else {}
+    missing = [seed for seed in seeds if seed not in known]
+    with contextlib.ExitStack() as stack:
+        if processes == 1 or not missing:
+            if missing:
+                warm_up()
+            computed: Iterator[list[Searched]] = map(search_one, missing)
+        else:
+            pool = stack.enter_context(ProcessPoolExecutor(processes, get_context("spawn"), initializer=warm_up))
+            computed = pool.map(search_one, missing)
+        file = stack.enter_context(kept.open("a")) if kept else None
         for seed in seeds:
-            yield from search_one(seed)
-        return
-    with ProcessPoolExecutor(processes, get_context("spawn"), initializer=warm_up) as pool:
-        for results in pool.map(search_one, seeds, chunksize=4):
+            results = known.get(seed)
+            if results is None:
+                results = next(computed)
+                if file:
+                    print(json.dumps({"seed": seed, "results": list(map(asdict, results))}), file=file, flush=True)
             yield from results
+
+
+def _results_of(kept: Path) -> dict[int, list[Searched]]:
+    """Results that the file keeps, by seed; none, and the file is begun anew, where they are of other sources."""
+    folders = (Path(__file__).parent, Path(planner.__file__).parent)
+    sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
+    digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
+    first, *lines = kept.read_text().splitlines() if kept.exists() else [""]
+    if first != digest:
+        kept.write_text(f"{digest}\n")
+        return {}
+    rows = [json.loads(line) for line in lines]
+    return {
+        row["seed"]: [Searched(**{**result, "violations": tuple(result["violations"])}) for result in row["results"]]
+        for row in rows
+    }
 
 
 def search_one(seed: int) -> list[Searched]:
@@ -286,13 +322,13 @@ def _cells(title: str, result: Searched) -> dict[str, str]:
     }
 
 
-def measured(draws: int, rows: Iterable[Row] = ROWS, processes: int = 1) -> Report:
+def measured(draws: int, rows: Iterable[Row] = ROWS, processes: int = 1, kept: Path | None = None) -> Report:
     """All of it: the table, the search, groups of other kinds, and meetings."""
     report = Report()
     warm_up()
     report.measure_rows(rows)
     if draws:
-        report.search(draws, processes)
+        report.search(draws, processes, kept)
     report.compare_groups()
     report.count_meetings()
     return report
@@ -327,7 +363,7 @@ def main() -> int:
         return explain(arguments.seed)
     load = os.getloadavg()[0]
     rows = [row for row in ROWS if arguments.rows in row.name]
-    report = measured(arguments.draws, rows, arguments.processes)
+    report = measured(arguments.draws, rows, arguments.processes, arguments.kept)
     return conclude(arguments, report.rows, report.figures, load, section="batch")
 
 
@@ -337,6 +373,7 @@ def _arguments() -> Any:
     options.add_argument("--draws", type=int, default=2000, help="of the search (default: %(default)s)")
     options.add_argument("--seed", type=int, help="plan this draw alone, and compare it with every other planner")
     options.add_argument("--processes", type=int, default=1, help="that search side by side (default: %(default)s)")
+    options.add_argument("--kept", type=Path, metavar="FILE", help="keep results of draws there, and go on from them")
     arguments = options.parse_args()
     if arguments.draws < 0 or arguments.processes < 1 or (arguments.seed or 0) < 0:
         options.error("--draws and --seed must be at least 0, --processes at least 1")

@@ -48,8 +48,9 @@ _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 
 def dispatcher(function: Callable[..., Any], inlined: bool = False, borrows: bool = False) -> Any:
     """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
-    inline = "always" if inlined else "never"
-    compiled_form: Any = numba.njit(nogil=True, inline=inline, _nrt=not borrows)(function)
+    # Without numba's run time (nrt), which counts references, where the function borrows.
+    options: dict[str, Any] = {"nogil": True, "inline": "always" if inlined else "never", "_nrt": not borrows}
+    compiled_form: Any = numba.njit(**options)(function)
     template = compiled_form.get_call_template
 
     def template_of_kinds(args: tuple[Any, ...], kws: dict[str, Any]) -> Any:
