@@ -257,6 +257,23 @@ def test_figures_of_rows_search_and_meetings_are_those_of_the_targets(monkeypatc
         assert any(fnmatch(figure, target.figure) for figure in report.figures), target
 
 
+def test_results_that_are_kept_are_not_computed_again(tmp_path, monkeypatch):
+    import any_lengths
+
+    kept = tmp_path / "draws.jsonl"
+    monkeypatch.setattr(any_lengths, "warm_up", lambda: None)
+    monkeypatch.setattr(
+        any_lengths, "search_one", lambda seed: [any_lengths.Searched(f"seed {seed}", "async", 1.5, 1.1)]
+    )
+    first = list(any_lengths.searched(range(3), kept=kept))
+    assert [result.step for result in first] == ["seed 0", "seed 1", "seed 2"]
+    monkeypatch.setattr(any_lengths, "search_one", lambda seed: [any_lengths.Searched(f"again {seed}", "async")])
+    assert list(any_lengths.searched(range(3), kept=kept)) == first
+    assert [result.step for result in any_lengths.searched(range(4), kept=kept)][2:] == ["seed 2", "again 3"]
+    kept.write_text("of other sources\n" + kept.read_text())
+    assert [result.step for result in any_lengths.searched(range(1), kept=kept)] == ["again 0"]
+
+
 def test_a_draw_is_explained(monkeypatch, capsys):
     import any_lengths
 
