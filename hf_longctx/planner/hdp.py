@@ -41,13 +41,13 @@ import numpy as np
 from hf_longctx.planner.batch_lengths import longest_first, validated, validated_labels
 from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.cost.group_times import PlacementContext, placement_context
 from hf_longctx.planner.cost.selective_offload import Offload, room_needed
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.assembly import Placement, assemble
 from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.lockstep import plans_in_rounds
 from hf_longctx.planner.placing.other_placements import best_of_others
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, placement_context
 from hf_longctx.planner.placing.rank_order import RankOrder, orders_by_speed
 from hf_longctx.planner.placing.search import NEAR, TOGETHER, WORST, Search
 from hf_longctx.planner.placing.whole import plan_whole

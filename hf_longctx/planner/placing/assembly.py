@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.placing.packing import grouped, pack, sums
-from hf_longctx.planner.placing.rank_blocks import PlacementContext
 from hf_longctx.planner.placing.rank_shares import slowest_share
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import chunk_split, chunk_whole, room_in_time

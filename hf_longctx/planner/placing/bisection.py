@@ -27,7 +27,8 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, ends_within, group_time, smallest_group
+from hf_longctx.planner.cost.group_times import PlacementContext, ends_within, group_time
+from hf_longctx.planner.placing.rank_blocks import smallest_group
 from hf_longctx.planner.topology import Topology
 
 LARGEST_BLOCK = 32

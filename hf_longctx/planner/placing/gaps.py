@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
-from hf_longctx.planner.placing.rank_blocks import PlacementContext
+from hf_longctx.planner.cost.group_times import PlacementContext
 
 
 class Free(NamedTuple):

@@ -19,7 +19,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time, unequal_time
+from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, unequal_time
 
 
 @compiled

@@ -25,9 +25,9 @@ import numpy as np
 from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, lower_bound
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.cost.group_times import PlacementContext, group_time, group_times
 from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.packing import sums
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, group_times
 from hf_longctx.planner.placing.rank_shares import proportional_shares
 from hf_longctx.planner.placing.rounds import Kept, fill_best_round, lowest_that_holds_all
 from hf_longctx.planner.placing.waiting_documents import Waiting, waiting

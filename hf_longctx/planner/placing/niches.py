@@ -31,8 +31,9 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import work_of
+from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, time_on
 from hf_longctx.planner.placing.bisection import Large
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time, smallest_group, time_on
+from hf_longctx.planner.placing.rank_blocks import smallest_group
 
 NEARLY_BUSY = 1.02
 """Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""

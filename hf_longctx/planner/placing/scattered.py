@@ -11,9 +11,9 @@ import math
 import numpy as np
 
 from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.cost.group_times import PlacementContext, group_times
 from hf_longctx.planner.placing.bisection import Large, largest_room
 from hf_longctx.planner.placing.niches import place_in_niches
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_times
 from hf_longctx.planner.placing.windows import place_in_windows
 from hf_longctx.planner.topology import Topology
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from hf_longctx.planner.bound import best_sizes
 from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.cost.group_times import PlacementContext, group_times
 from hf_longctx.planner.placing.assembly import Placement, likely_makespan
 from hf_longctx.planner.placing.bisection import (
     block_width,
@@ -32,7 +33,7 @@ from hf_longctx.planner.placing.bisection import (
 from hf_longctx.planner.placing.least_loaded import place_on_least_loaded
 from hf_longctx.planner.placing.lockstep import ALL_AT_ONCE, best_rounds
 from hf_longctx.planner.placing.packing import spread_whole
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_times, place_in_blocks
+from hf_longctx.planner.placing.rank_blocks import place_in_blocks
 from hf_longctx.planner.placing.rounds import stack
 from hf_longctx.planner.placing.scattered import ScatteredGroups, end_of
 from hf_longctx.planner.placing.shelves import Shelves

@@ -20,7 +20,8 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, place_in_blocks, smallest_group
+from hf_longctx.planner.cost.group_times import PlacementContext, group_time
+from hf_longctx.planner.placing.rank_blocks import place_in_blocks, smallest_group
 
 MOST = 12
 """Shelves tried for a target; where documents need more than half of all ranks, also more, up to one for each of these."""

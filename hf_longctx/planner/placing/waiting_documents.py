@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined
+from hf_longctx.planner.cost.group_times import PlacementContext, group_time
 from hf_longctx.planner.placing.gaps import Free, next_rank
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, group_time, smallest_group
+from hf_longctx.planner.placing.rank_blocks import smallest_group
 
 
 class Waiting(NamedTuple):

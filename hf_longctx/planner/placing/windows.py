@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, equal_time
+from hf_longctx.planner.cost.group_times import PlacementContext, equal_time
 
 MOST_WINDOWS = 512
 """Windows that are looked at for a document."""

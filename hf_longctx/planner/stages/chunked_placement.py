@@ -15,7 +15,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.placing.rank_blocks import PlacementContext, chunks_on, equal_time, placement_context
+from hf_longctx.planner.cost.group_times import PlacementContext, chunks_on, equal_time, placement_context
 from hf_longctx.planner.topology import FULL, Topology
 
 UNITS = (8, 16, 32, 64)

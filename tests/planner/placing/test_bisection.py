@@ -10,8 +10,8 @@ import pytest
 from hf_longctx.planner import GPU, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.cost.group_times import placement_context
 from hf_longctx.planner.placing.bisection import LARGEST_BLOCK, block_width, deal_out, large_documents, largest_room
-from hf_longctx.planner.placing.rank_blocks import placement_context
 from hf_longctx.planner.placing.search import Search
 from hf_longctx.simulator.lengths import draw
 from tests.builders.plans.random_plans import MISTRAL_7B

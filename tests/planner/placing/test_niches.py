@@ -11,7 +11,7 @@ from hf_longctx.planner import GPU, CostModel, Topology, lower_bound, plan_step
 from hf_longctx.planner.batch_lengths import longest_first
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
-from hf_longctx.planner.placing.rank_blocks import placement_context
+from hf_longctx.planner.cost.group_times import placement_context
 from hf_longctx.planner.placing.search import Search
 from tests.builders.plans.random_plans import MISTRAL_7B, steps
 

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from hf_longctx.planner import GPU, CostModel, Topology, plan_step
 from hf_longctx.planner.bound import best_sizes
 from hf_longctx.planner.compiled import planning
+from hf_longctx.planner.cost.group_times import group_time, placement_context
 from hf_longctx.planner.placing import lockstep
 from hf_longctx.planner.placing.gaps import give_all_back, nothing_taken, take
 from hf_longctx.planner.placing.lockstep import ALL_AT_ONCE, WINDOWS, best_rounds
-from hf_longctx.planner.placing.rank_blocks import group_time, placement_context
 from hf_longctx.planner.placing.rounds import fill_best_round, lowest_that_holds_all, stack
 from hf_longctx.planner.placing.waiting_documents import waiting
 from hf_longctx.simulator.lengths import draw

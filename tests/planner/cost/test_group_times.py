@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CostModel, Topology
-from hf_longctx.planner.placing.rank_blocks import adjacent_time, ends_within, placement_context
+from hf_longctx.planner.cost.group_times import adjacent_time, ends_within, placement_context
 
 COST = CostModel(attention_ps=1200, linear_ps=60_000_000, inside_ps=90_000, message_ns=8000, micro_batch_ns=400_000)
 

@@ -1,0 +1,201 @@
+"""When groups of ranks end: what a document takes on adjacent ranks, equal or not, and whether that is in time.
+
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.compiled import borrowing, compiled, listed, remembered
+from hf_longctx.planner.cost.cost_model import CostModel, work_of
+from hf_longctx.planner.placing.rank_shares import slowest_share
+from hf_longctx.planner.stages.causal_chunks import best_chunks, counted
+from hf_longctx.planner.topology import Topology
+
+SMALLEST_CHUNK = 32
+"""Chunks hold a 32nd of a rank's tokens or more: matrix products of few tokens are slow, which a cost model does not know."""
+
+
+LARGEST_PRODUCT = 2.0**62
+"""Largest product of a document's tokens and those of its slowest rank: 64-bit integers hold it."""
+
+
+class PlacementContext(NamedTuple):
+    """Ranks and cost coefficients, as a named tuple for the compiled functions."""
+
+    speeds: np.ndarray
+    """int64 [world_size], per mille."""
+    speed_before: np.ndarray
+    """int64 [world_size + 1]: per mille of all ranks before each together."""
+    capacities: np.ndarray
+    """int64 [world_size], tokens."""
+    capacity: int
+    """Tokens of rank 0."""
+    before: np.ndarray
+    """int64 [world_size + 1]: tokens that the ranks before each hold together."""
+    slowest: int
+    """Per mille of the slowest rank."""
+    fastest: int
+    """The same of the fastest."""
+    smallest: int
+    """Tokens of the rank that holds fewest."""
+    uniform: bool
+    node: int
+    """Ranks per node."""
+    multiple: int
+    """Ulysses degree."""
+    stages: int
+    """Stages of a pipeline; 1 without."""
+    unit: int
+    """Nanoseconds of the chunks for which all stages wait anyway (planner/stages/causal_chunks.py)."""
+    most: int
+    """Chunks of a document."""
+    least: int
+    """Tokens that a rank must have of a chunk, on average."""
+    linear_tokens: int
+    """s0 of planner/stages/causal_chunks.py."""
+    coefficients: tuple[int, ...]
+    micro_batch: int
+    """Nanoseconds, or the units of the cost model; so is every other time."""
+
+
+def placement_context(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 0) -> PlacementContext:
+    """Return what the compiled functions need of ranks and costs."""
+    return PlacementContext(
+        speeds=topology.speeds,
+        speed_before=np.concatenate([[0], np.cumsum(topology.speeds)]),
+        capacities=topology.capacities,
+        capacity=int(topology.capacities[0]),
+        before=np.concatenate([[0], np.cumsum(topology.capacities)]),
+        slowest=int(topology.speeds.min()),
+        fastest=int(topology.speeds.max()),
+        smallest=int(topology.capacities.min()),
+        uniform=topology.uniform,
+        node=topology.node_size,
+        multiple=topology.ulysses_degree,
+        stages=stages,
+        unit=unit,
+        most=topology.most_chunks,
+        least=max(2, topology.capacity // SMALLEST_CHUNK),
+        linear_tokens=cost.linear_tokens,
+        coefficients=cost.coefficients,
+        micro_batch=cost.micro_batch_ns,
+    )
+
+
+@borrowing
+@compiled
+def group_time(length: int, first: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document, alone in its micro-batch, counts on ranks first to first + size - 1."""
+    if context.uniform:
+        return equal_time(length, size, context)
+    return adjacent_time(length, first, size, context)
+
+
+@compiled
+def group_times(
+    lengths: np.ndarray, first: np.ndarray, sizes: np.ndarray, context: PlacementContext
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: `group_time` of each document."""
+    times = np.empty(len(lengths), np.int64)
+    lengths, first, sizes = listed(lengths), listed(first), listed(sizes)
+    for i in range(len(lengths)):
+        times[i] = group_time(lengths[i], first[i], sizes[i], context)
+    return times
+
+
+@remembered
+@borrowing
+@compiled
+def adjacent_time(length: int, first: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on unequal ranks first to first + size - 1."""
+    end = first + size
+    return time_on(length, context.speeds[first:end], context.capacities[first:end], context)
+
+
+@remembered
+@borrowing
+@compiled
+def chunks_on(length: int, size: int, context: PlacementContext) -> tuple[int, int]:  # pragma: no cover - compiled
+    """Chunks of a document on so many equal ranks, and nanoseconds of each rank."""
+    return best_chunks(
+        length,
+        size,
+        context.stages,
+        context.unit,
+        context.most,
+        context.least,
+        context.linear_tokens,
+        context.micro_batch,
+        context.coefficients,
+    )
+
+
+@remembered
+@borrowing
+@compiled
+def equal_time(length: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document, alone in its micro-batch, counts on so many equal ranks."""
+    if context.stages == 1:
+        return -(-work_of(length, size, context.coefficients) // size) + context.micro_batch
+    chunks, time = chunks_on(length, size, context)
+    return counted(time, chunks, context.stages, context.unit)
+
+
+@compiled
+def unequal_time(length: int, ranks: np.ndarray, context: PlacementContext) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on these unequal ranks, which need not be adjacent. They run no chunks."""
+    return time_on(length, context.speeds[ranks], context.capacities[ranks], context)
+
+
+@borrowing
+@compiled
+def time_on(
+    length: int, speeds: np.ndarray, capacities: np.ndarray, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on ranks of these speeds and capacities."""
+    work = work_of(length, len(speeds), context.coefficients)
+    least = speeds[0]
+    for speed in speeds:
+        least = min(least, speed)
+    return _time_of_slowest(length, work, slowest_share(length, speeds, capacities), least, context)
+
+
+@borrowing
+@compiled
+def _time_of_slowest(
+    length: int, work: int, slowest: int, speed: int, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts whose work is `work`. `slowest`: as of `slowest_share`. `speed`: the least of all."""
+    # work * slowest / length, rounded up, in two parts: the product itself may exceed 64 bits.
+    rest = work % length
+    if float(length) * slowest < LARGEST_PRODUCT:
+        more = -(-(rest * slowest) // length)
+    else:
+        more = int(np.ceil(float(rest) / length * slowest))
+    time = work // length * slowest + more + context.micro_batch * 1000 // speed
+    return counted(time, 1, context.stages, context.unit)
+
+
+@borrowing
+@compiled
+def ends_within(
+    length: int, first: int, size: int, limit: int, context: PlacementContext
+) -> bool:  # pragma: no cover - compiled
+    """Whether a document, alone in its micro-batch on ranks first to first + size - 1, counts no more than `limit`."""
+    if context.uniform:
+        return equal_time(length, size, context) <= limit
+    # If they shared it in proportion to their speeds, to the fraction of a token, they could not take less than this.
+    speed = context.speed_before[first + size] - context.speed_before[first]
+    work = work_of(length, size, context.coefficients)
+    if work * 1000 // speed > limit:
+        return False
+    # Where all have room, none holds two tokens more than that.
+    if length >= size and (length - size) * context.fastest // speed + 2 <= context.smallest:
+        slowest = (length - size) * 1000 // speed + 2000 // context.slowest + 3
+        if _time_of_slowest(length, work, slowest, context.slowest, context) <= limit:
+            return True
+    return adjacent_time(length, first, size, context) <= limit
