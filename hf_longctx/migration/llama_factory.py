@@ -11,6 +11,7 @@ from hf_longctx.migration.rules import (
     Migration,
     Needless,
     NotTranslated,
+    Refuse,
     Rule,
     To,
     Without,
@@ -130,8 +131,12 @@ def _bits(migration: Migration, value: Any) -> None:
     migration.note("without", f"{value} bits: model.load_in_4bit with LoRA, on GPUs with bitsandbytes")
 
 
+OF_V1 = Refuse(
+    "a key of LLaMA-Factory's v1, whose files have another schema; valid: one of 0.9 (model_name_or_path, dataset)"
+)
 TABLE: dict[str, Rule] = {
     **same_fields(),
+    **dict.fromkeys(("model_class", "train_dataset", "dist_config", "kernel_config", "peft_config"), OF_V1),
     "model_name_or_path": To("model.path"),
     "trust_remote_code": To("model.trust_remote_code"),
     "stage": _stage,

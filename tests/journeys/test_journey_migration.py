@@ -433,6 +433,10 @@ def test_trls_file_trains_on_packed_documents_and_answers(capsys: Any):
         (AXOLOTL_CHAT + "rl: dpo\n", "nothing is written: rl: 'dpo': another objective than next-token loss"),
         (LLAMA_FACTORY.replace("stage: sft", "stage: kto"), "stage: 'kto': another objective"),
         (LLAMA_FACTORY.replace("dataset: mine", "dataset: pairs"), "pairs holds preferences"),
+        (
+            "model: m\nmodel_class: llm\ntrain_dataset: data/demo.yaml\ncutoff_len: 2048\npeft_config: {name: lora, r: 16}\n",
+            "a key of LLaMA-Factory's v1, whose files have another schema",
+        ),
         ("learning_rate: 1\n", "whose file it is cannot be told by its keys"),
         ("- a\n", "holds no mapping of keys, but list"),
         ("# empty\n", "holds no mapping of keys, but nothing"),
