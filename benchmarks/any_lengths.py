@@ -17,6 +17,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -33,7 +34,7 @@ from plan_limits import Judged, judge
 from planner_search import searched as searched_for
 from report import conclude, parser
 
-from hf_longctx import planner
+import hf_longctx
 from hf_longctx.planner import StepPlan, Topology, plan_step, planners_for
 from hf_longctx.simulator.lengths import draw
 
@@ -267,14 +268,17 @@ def searched(seeds: Iterable[int], processes: int = 1, kept: Path | None = None)
 
 def _results_of(kept: Path) -> dict[int, list[Searched]]:
     """Results that the file keeps, by seed; none, and the file is begun anew, where they are of other sources."""
-    folders = (Path(__file__).parent, Path(planner.__file__).parent)
+    folders = (Path(__file__).parent, Path(hf_longctx.__file__).parent)
     sources = sorted(path for folder in folders for path in folder.rglob("*.py"))
     digest = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
-    first, *lines = kept.read_text().splitlines() if kept.exists() else [""]
-    if first != digest:
-        kept.write_text(f"{digest}\n")
-        return {}
-    rows = [json.loads(line) for line in lines]
+    lines = kept.read_text().splitlines() if kept.exists() else []
+    if lines and not re.fullmatch("[0-9a-f]{64}", lines[0]):
+        raise ValueError(f"{kept} keeps something else: give another --kept, or remove it")
+    rows = []
+    for line in lines[1:] if lines[:1] == [digest] else ():
+        with contextlib.suppress(json.JSONDecodeError):  # the last line may have been cut short
+            rows.append(json.loads(line))
+    kept.write_text("".join(f"{line}\n" for line in (digest, *map(json.dumps, rows))))
     return {
         row["seed"]: [Searched(**{**result, "violations": tuple(result["violations"])}) for result in row["results"]]
         for row in rows

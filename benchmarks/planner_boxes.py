@@ -149,7 +149,7 @@ class _Boxes:
         self.ranks = topology.world_size
         self.node = topology.node_size if in_nodes else self.ranks
         self.packing = cost.micro_batch_ns * int(lengths.sum()) / int(topology.capacities.max())
-        self.lengths, self.count = _classes(lengths, topology, cost)
+        self.lengths, longest, self.count = _classes(lengths, topology, cost)
         fewest = topology.fewest_ranks(self.lengths)
         most = np.minimum(self.lengths, self.ranks)
         if topology.uniform:  # with more, T rises
@@ -167,14 +167,15 @@ class _Boxes:
             self.time = cost.work(column, smallest) / column * _slowest(column, largest, topology)
         self.time[(last < fewest[:, None]) | (first > widest[:, None])] = math.inf
         self.time[:, ~self._keep_to_nodes(first, last)] = math.inf
-        whole = np.minimum(-(-fewest // self.node) * self.node, self.ranks)
-        self.on_nodes = np.where(fewest > self.node, cost.time(self.lengths, whole) + cost.micro_batch_ns, 0)
-        """On as many whole nodes as hold each document, which it takes if it ends in time there; 0: it fits into a node."""
+        hold_longest = topology.fewest_ranks(longest)
+        whole = np.minimum(-(-hold_longest // self.node) * self.node, self.ranks)
+        self.on_nodes = np.where(hold_longest > self.node, cost.time(longest, whole) + cost.micro_batch_ns, 0)
+        """On as many whole nodes as hold the longest of a class, which it takes if it ends in time there; 0: it fits into one."""
         self.across = cost.time(self.lengths, fewest) + cost.micro_batch_ns
         """On the fewest ranks, in parts of nodes, which it takes otherwise."""
         self.across_nodes = np.maximum(fewest // self.node - 1, 0)
         """Whole nodes that such a group has at least, wherever it begins."""
-        self.across_work = self.across * fewest / self.ranks
+        self.across_work = cost.time(self.lengths, fewest) * fewest / self.ranks
         self.launched = self.time + np.where(first > 1, cost.micro_batch_ns, 0)
         """With the micro-batch of its own that a split document has."""
 
@@ -222,13 +223,14 @@ def _scaled(g: Scale, part: np.ndarray) -> np.ndarray:
     return np.where(finite, g(np.where(finite, np.maximum(part, 0.0), 0.0)), math.inf)
 
 
-def _classes(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple[np.ndarray, np.ndarray]:
-    """Shortest length and number of documents of each class, int64: shorter documents have less work on as many ranks."""
+def _classes(lengths: np.ndarray, topology: Topology, cost: CostModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Shortest length, longest, and number of documents of each class, int64. Shorter ones have less work on as many ranks."""
     ascending = lengths[::-1]
     work = np.cumsum(cost.work(ascending, topology.fewest_ranks(ascending)).astype(np.float64))
     kind = np.stack([np.log(ascending) // SAME_LENGTH, work * CLASSES // work[-1]])
     begins = np.flatnonzero(np.append(True, (kind[:, 1:] != kind[:, :-1]).any(axis=0) & (np.diff(ascending) > 0)))
-    return ascending[begins], np.diff(np.append(begins, len(lengths)))
+    ends = np.append(begins[1:], len(lengths))
+    return ascending[begins], ascending[ends - 1], ends - begins
 
 
 def _size_ranges(least: int, most: int) -> tuple[np.ndarray, np.ndarray]:

@@ -55,7 +55,7 @@ PER_ENTRY = 1e-6
 each with its ranks, 0.7e-6 were measured on a Xeon."""
 MANY_CALLS = 64
 """Calls of remembered functions after which an interpreted plan looks at the time: a look takes as long as a call whose result is
-known, 0.7e-6 s on a Xeon, and the slowest of those that compute, on thousands of ranks, a few milliseconds."""
+known, 0.7e-6 s on a Xeon, and the slowest of those that compute, on thousands of ranks, tens of milliseconds."""
 
 T = TypeVar("T")
 

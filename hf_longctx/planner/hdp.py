@@ -10,8 +10,8 @@ below lie in placing/, but for bound.py.
 2. Large documents get groups that end before the target: blocks of adjacent ranks, longest first (rank_blocks.py); or ranks
    that are free first get the longest document that fits there (niches.py); or only those up to the last that needs more than a
    node have blocks or windows of nodes (windows.py), and each node's ranks are divided among the others (bisection.py); on few
-   ranks also any ranks that are free first (least_loaded.py). Where all of these end late, rounds of them for which nobody waits
-   (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
+   ranks also any ranks that are free first (least_loaded.py). Where all of these end late, and documents are many, rounds of
+   them for which nobody waits (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
@@ -61,8 +61,8 @@ windows, which takes five times as long."""
 MANY_DOCUMENTS = 5_000
 """With more, better rounds are only tried where those of the search come near."""
 MANY_MEMBERS = 200_000
-"""Members of micro-batches of unequal ranks, in all: with more, rounds are not tried. They take seconds, as each group's
-shares are found."""
+"""Members of groups of unequal ranks, on the fewest that hold each document: with more, neither better rounds nor other orders of
+ranks are tried. They take seconds, as each group's shares are found."""
 
 
 @as_work_decides
@@ -144,10 +144,10 @@ def _planned(
     times = cost.time(ordered, 1)
 
     rounds_end = WORST
-    # Where few documents end late, rounds of all of them follow, which end as soon as those of the search, with large ones alone.
-    rounds_follow = mode == "async" and len(ordered) <= MANY_DOCUMENTS
-    if not topology.uniform and int(topology.fewest_ranks(tokens).sum()) > MANY_MEMBERS:
-        rounds_follow = False
+    few_members = topology.uniform or int(topology.fewest_ranks(tokens).sum()) <= MANY_MEMBERS
+    # Where few documents end late, rounds of all of them follow, which end as soon as those of the search, with large ones alone;
+    # but they know nothing of offload.
+    rounds_follow = mode == "async" and offload is None and few_members and len(ordered) <= MANY_DOCUMENTS
 
     def placed(room: np.ndarray) -> list[tuple[Placement, PlacementContext]]:
         nonlocal rounds_end
@@ -177,7 +177,7 @@ def _planned(
     late = soonest * 1000 > bound * NEAR
     if len(ordered) > MANY_DOCUMENTS and rounds_end * 1000 > soonest * WITHIN_REACH:
         late = False  # hardly ever do better rounds gain as much, and for many documents they take long
-    if mode == "async" and late and (topology.uniform or len(plan.rank) <= MANY_MEMBERS):
+    if mode == "async" and late and few_members:
         for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost)):
             rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
             makespan, end = plan.timeline().makespan, rounds.timeline().makespan
@@ -191,7 +191,8 @@ def _planned(
 def _in_best_order(
     ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, mode: Mode
 ) -> StepPlan:
-    """Plan unequal ranks in orders by speed, as they are second, until one order's plan ends soon; return the best."""
+    """Plan unequal ranks in orders by speed, as they are second, until one order's plan ends soon. Return the first plan that no
+    other one clearly beats."""
     lengths = np.empty_like(ordered)
     lengths[order] = ordered
     bound = lower_bound(ordered, topology, cost, mode, tokens)

@@ -48,7 +48,8 @@ _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 
 def dispatcher(function: Callable[..., Any], inlined: bool = False, borrows: bool = False) -> Any:
     """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
-    # Without numba's run time (nrt), which counts references, where the function borrows.
+    # Without numba's run time (nrt), which counts references, where the function borrows; said of others too, or they would do as
+    # the function does that calls them.
     options: dict[str, Any] = {"nogil": True, "inline": "always" if inlined else "never", "_nrt": not borrows}
     compiled_form: Any = numba.njit(**options)(function)
     template = compiled_form.get_call_template

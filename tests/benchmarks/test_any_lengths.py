@@ -270,8 +270,13 @@ def test_results_that_are_kept_are_not_computed_again(tmp_path, monkeypatch):
     monkeypatch.setattr(any_lengths, "search_one", lambda seed: [any_lengths.Searched(f"again {seed}", "async")])
     assert list(any_lengths.searched(range(3), kept=kept)) == first
     assert [result.step for result in any_lengths.searched(range(4), kept=kept)][2:] == ["seed 2", "again 3"]
-    kept.write_text("of other sources\n" + kept.read_text())
+    kept.write_text(kept.read_text() + '{"seed": 4, "resu')  # killed while it wrote
+    assert [result.step for result in any_lengths.searched(range(5), kept=kept)][3:] == ["again 3", "again 4"]
+    kept.write_text("0" * 64 + kept.read_text()[64:])  # of other sources
     assert [result.step for result in any_lengths.searched(range(1), kept=kept)] == ["again 0"]
+    kept.write_text("something else")
+    with pytest.raises(ValueError, match="give another --kept"):
+        next(any_lengths.searched(range(1), kept=kept))
 
 
 def test_a_draw_is_explained(monkeypatch, capsys):

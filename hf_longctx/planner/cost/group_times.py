@@ -1,4 +1,4 @@
-"""When groups of ranks end: what a document takes on adjacent ranks, equal or not, and whether that is in time.
+"""When groups of ranks end: what a document takes on ranks, equal or not, mostly adjacent ones, and whether that is in time.
 
 Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """

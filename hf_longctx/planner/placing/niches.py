@@ -37,6 +37,8 @@ from hf_longctx.planner.placing.rank_blocks import smallest_group
 
 NEARLY_BUSY = 1.02
 """Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""
+ROUNDED = 1 + 1e-9
+"""Above what float64 loses in a sum."""
 STEPS = 8
 """More ranks are tried by an eighth each time."""
 
@@ -113,14 +115,15 @@ def place_in_niches(
         fits_from[units] = i + 1
     following_document = listed(np.arange(end + 1))
     waiting = end - begin
-    # Work that waits, and what equal ranks can still do until the target.
-    work_left, room_left = 0 * target, 0 * target
-    for i in range(begin, end):
-        work_left += _least_work(i, large, context)
-    for rank in range(world_size):
-        room_left += max(target - loads[rank], 0)
+    # Work that waits, and what equal ranks can still do until the target: with less, one will find no niche.
+    work_left, room_left = 0.0, 0.0
+    if context.uniform:
+        for i in range(begin, end):
+            work_left += _least_work(i, large, context)
+        for rank in range(world_size):
+            room_left += max(target - loads[rank], 0)
     while waiting > 0:
-        if len(open_domains) == 0 or (context.uniform and work_left > room_left):
+        if len(open_domains) == 0 or (context.uniform and work_left > room_left * ROUNDED):
             return -1
         index = open_domains[0][1]
         run, last = first_run[index], first_run[index] + runs[index] - 1
@@ -136,10 +139,10 @@ def place_in_niches(
                     size = _units_for(i, free, target - now, unit, head[run], following, large, context)
         if size == 0:  # the niche is raised to the next one
             if run == last:
-                room_left -= max(target - now, 0) * free * unit
+                room_left -= float(max(target - now, 0)) * free * unit
                 heappop(open_domains)
                 continue
-            room_left -= max(min(height[run + 1], target) - now, 0) * free * unit
+            room_left -= float(max(min(height[run + 1], target) - now, 0)) * free * unit
             tail = head[run]
             while following[tail] >= 0:
                 tail = following[tail]
@@ -160,7 +163,7 @@ def place_in_niches(
         starts[i], sizes[i], first_member[i] = now, size * unit, members
         stop = now + _time_of(i, size, unit, head[run], following, large, context)
         work_left -= _least_work(i, large, context)
-        room_left -= (stop - now) * size * unit
+        room_left -= float(stop - now) * size * unit
         group, newest = head[run], -1
         for _ in range(size):
             newest = group
@@ -213,8 +216,9 @@ def place_in_niches(
 @compiled
 def _least_work(i: int, large: Large, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds of equal ranks together that no group of the document takes less than."""
-    fewest = -(-large.footprints[i] // context.capacity)
-    return work_of(large.lengths[i], fewest, context.coefficients) if fewest > 1 else large.alone[i]
+    fewest = max(-(-large.footprints[i] // context.capacity), 1)
+    work = work_of(large.lengths[i], fewest, context.coefficients)
+    return work + context.micro_batch * fewest if fewest > 1 else work
 
 
 @inlined

@@ -265,8 +265,8 @@ def _place_run(
         if keep:
             placed[begin:i] = True
             size[begin:i] = group
-            for placed_there in range(i - begin):
-                first_rank[begin + placed_there] = first + group * placed_there
+            for document in range(begin, i):
+                first_rank[document] = first + group * (document - begin)
     while i < end and group <= node < world_size:
         start = take(group, at, free, context)
         if start < 0:
