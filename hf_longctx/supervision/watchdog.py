@@ -55,6 +55,9 @@ EXIT_CODE = 75
 """Exit status of a process that stood still too long: sysexits.h's EX_TEMPFAIL, a failure that may not come again."""
 EXCHANGE_MARGIN = 60.0
 """Seconds by which the exchange's own timeout is longer, so that the watchdog speaks first."""
+LAUNCHER_SECONDS = 1.5
+"""How long a rank that has lost contact in training waits with its error. torchrun looks ten times a second who has ended, and
+calls the error of the earliest whole second the first: that of the rank that broke the contact, not of one that noticed."""
 TOLD = 300
 """Characters of an error that other ranks are told."""
 FRAMES = 16
@@ -169,9 +172,11 @@ class Watchdog:
         self._collective = False
         of_a_collective = type(error) is RuntimeError or isinstance(error, dist.DistError)
         lost = of_a_collective and LOST_CONTACT.search(str(error))
-        if self._threads and lost:  # in training, the first rank that ends is seen by the launcher, at once
+        if self._threads and lost:
             reason = f" {self._reason(stood)}" if at.step == 0 else ""
             error.add_note(f"hf_longctx: watchdog: rank {self._rank} was at {at}.{reason}")
+            if at.step:  # in training, the first rank that ends is seen by the launcher, which then ends the others
+                self._clock.sleep(LAUNCHER_SECONDS)
         self.stop()
 
     def _reason(self, stood: float) -> str:
