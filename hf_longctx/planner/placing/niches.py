@@ -37,8 +37,8 @@ from hf_longctx.planner.placing.rank_blocks import smallest_group
 
 NEARLY_BUSY = 1.02
 """Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""
-ROUNDED = 1 + 1e-9
-"""Above what float64 loses in a sum."""
+ROUNDED = 1e-9
+"""Of what ranks can do: more than float64 loses in a sum of it."""
 STEPS = 8
 """More ranks are tried by an eighth each time."""
 
@@ -122,8 +122,9 @@ def place_in_niches(
             work_left += _least_work(i, large, context)
         for rank in range(world_size):
             room_left += max(target - loads[rank], 0)
+    lost = room_left * ROUNDED
     while waiting > 0:
-        if len(open_domains) == 0 or (context.uniform and work_left > room_left * ROUNDED):
+        if len(open_domains) == 0 or (context.uniform and work_left > room_left + lost):
             return -1
         index = open_domains[0][1]
         run, last = first_run[index], first_run[index] + runs[index] - 1
