@@ -22,7 +22,9 @@ On ranks of unequal speed, T is that on the d fastest ranks, which no others bea
 nodes, since one that has a single rank on a node brings in by itself what a whole node shares, which no cost model here counts.
 The same proof holds in each node, of N ranks: with N for R, a document on whole nodes counts as 1 in each of them, and the sum
 over all documents is at most the number of nodes. A last node of r < N ranks counts as f(r / N), as does what a group has of it:
-no ranks of which sum d <= r have more, since these scales never fall below the sum of parts. Sizes of groups are those of
+no ranks of which sum d <= r have more, since these scales never fall below the sum of parts. Groups that end on the last rank
+all have that last node, so that they run one after the other: the sum stays a bound if it counts that node several times
+(LAST_NODE), in them and in all. Sizes of groups are those of
 placing/rank_blocks.py: up to a node, its multiples, those that end on the last rank, and, for a document that does not end
 in time on as many whole nodes as hold it, the fewest ranks that do.
 
@@ -47,6 +49,8 @@ PRECISION = 2000
 STAIRCASES = (*range(1, 17), 20, 24, 32, 48, 64)
 """k: with a hundred, what is left over is a percent."""
 MIDDLES = (1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 10)
+LAST_NODE = (2, 4, 8, 16, 32)
+"""Times that a last node of fewer ranks is counted too, where f(x) = x."""
 SAME_LENGTH = 0.02
 """Documents whose lengths differ by less may count as the shortest of them."""
 CLASSES = 300
@@ -166,7 +170,9 @@ class _Boxes:
         else:
             self.time = cost.work(column, smallest) / column * _slowest(column, largest, topology)
         self.time[(last < fewest[:, None]) | (first > widest[:, None])] = math.inf
-        self.time[:, ~self._keep_to_nodes(first, last)] = math.inf
+        self.to_last = self._end_on_last_rank(first, last)
+        """bool [sizes]: whether only groups that end on the last rank have such a size."""
+        self.time[:, ~(self._keep_to_nodes(first, last) | self.to_last)] = math.inf
         hold_longest = topology.fewest_ranks(longest)
         whole = np.minimum(-(-hold_longest // self.node) * self.node, self.ranks)
         self.on_nodes = np.where(hold_longest > self.node, cost.time(longest, whole) + cost.micro_batch_ns, 0)
@@ -180,11 +186,14 @@ class _Boxes:
         """With the micro-batch of its own that a split document has."""
 
     def _keep_to_nodes(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """bool [sizes]: whether a range of sizes has one that lies inside a node, or on whole nodes, of which the last may have
-        fewer ranks."""
+        """bool [sizes]: whether a range of sizes has one that lies inside a node, or on whole nodes."""
+        return (first <= self.node) | (last // self.node * self.node >= first)
+
+    def _end_on_last_rank(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """bool [sizes]: whether it has one of whole nodes and a last node of fewer ranks, and none of the others."""
         rest = self.ranks % self.node
-        kept = (first <= self.node) | (last // self.node * self.node >= first)
-        return kept | ((rest > 0) & ((last - rest) // self.node * self.node + rest >= first))
+        ends = (rest > 0) & ((last - rest) // self.node * self.node + rest >= first)
+        return ends & ~self._keep_to_nodes(first, last)
 
     @np.errstate(invalid="ignore")
     def exceed(self, end: float) -> bool:
@@ -205,16 +214,23 @@ class _Boxes:
     def _areas(self, part: np.ndarray, across: np.ndarray) -> Iterator[float]:
         """The left side of the module's docstring for every f and g, or less; `part` and `across`: T over the end, infinite where
         above 1."""
-        widths = [self.first // self.node + f(self.first % self.node / self.node) for f in SCALES]
+        last = self.ranks % self.node / self.node
+        times_last = [(f, 1) for f in SCALES]
+        if self.to_last.any():
+            times_last += [(SCALES[0], times) for times in LAST_NODE]
+        widths, nodes = [], []
+        for f, times in times_last:
+            more = (times - 1) * float(f(np.array(last)))
+            widths.append(self.first // self.node + f(self.first % self.node / self.node) + more * self.to_last)
+            nodes.append(float(self.ranks // self.node + f(np.array(last))) + more)
         begins = [np.flatnonzero(np.append(True, width[1:] != width[:-1])) for width in widths]
         for g in SCALES:
             parts, parts_across = _scaled(g, part), _scaled(g, across) * self.across_nodes
-            for f, width, begin in zip(SCALES, widths, begins):
-                nodes = float(self.ranks // self.node + f(np.array(self.ranks % self.node / self.node)))
+            for (f, _), width, begin, count in zip(times_last, widths, begins, nodes):
                 # Of groups that count alike, the quickest.
                 area = width[begin] * np.minimum.reduceat(parts, begin, axis=1) if f.flat else width * parts
                 area = np.fmin(np.fmin.reduce(area, axis=1), parts_across)  # no width times infinity is no number
-                yield float(area @ self.count) / nodes
+                yield float(area @ self.count) / count
 
 
 def _scaled(g: Scale, part: np.ndarray) -> np.ndarray:

@@ -139,6 +139,19 @@ def best_sizes(
     return best
 
 
+def most_ranks(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost: CostModel) -> np.ndarray:
+    """int64 [documents]: the group size beyond which none of them ends sooner.
+
+    Equal ranks: `best_sizes`. On unequal ranks, of which each is full, fast ones wait for slow ones. There, a document ends
+    sooner on more ranks until each holds as much of it as suits its speed.
+    """
+    best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
+    if topology.uniform:
+        return best
+    suiting = -(-fewest * int(topology.speeds.max()) * topology.world_size // int(topology.speeds.sum()))
+    return np.maximum(best, np.minimum(suiting, np.minimum(topology.world_size, lengths)))
+
+
 @inlined
 @borrowing
 @compiled

@@ -22,7 +22,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, lower_bound
+from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, lower_bound, most_ranks
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time, group_times
@@ -155,10 +155,11 @@ class _Builder:
         fewest = topology.fewest_ranks(footprints)
         most = 1 if topology.stay_whole else topology.world_size
         best = best_sizes(lengths, fewest, most, cost.coefficients)
+        widest = best if topology.stay_whole else most_ranks(lengths, fewest, topology, cost)
         slowest = int(topology.speeds.min())
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
-        self._columns = (lengths, footprints, own, alone, shared, best)
+        self._columns = (lengths, footprints, own, alone, shared, widest)
         self._topology, self._context = topology, context
         # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
         # time on the fewest, or that of a rank full of whole documents.

@@ -76,8 +76,23 @@ def _all_whole(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> StepPlan
 
 
 def _costs(plan: StepPlan, cost: CostModel) -> np.ndarray:
-    """int64 [micro-batches]: how long each takes, its documents one after another."""
-    spread = plan.ranks_of_document
-    times = -(-cost.work(plan.length, spread) // spread)
-    together = sums(plan.micro_batch_of_document, times, len(plan.cost))
-    return together + cost.micro_batch_ns
+    """int64 [micro-batches]: how long each takes.
+
+    Split documents of a micro-batch travel together, so that they share its messages, and the attention of one hides the keys
+    and values of another. Less than the lower bound counts must not come out: there, each document waits for its own.
+    """
+    spread, micro_batch, count = plan.ranks_of_document, plan.micro_batch_of_document, len(plan.cost)
+    local = cost.without_exchange()
+    first = np.diff(micro_batch, prepend=-1) > 0
+    exchanging = cost.without_attention()
+    linear = local.without_attention().work(plan.length, spread)
+    exchange = np.where(
+        first, exchanging.work(plan.length, spread), replace(exchanging, message_ns=0).work(plan.length, spread)
+    )
+    attention = local.work(plan.length, spread)
+    together = sums(micro_batch, linear, count)
+    hidden = np.maximum(*(sums(micro_batch, part - linear, count) for part in (attention, exchange)))
+    least = sums(micro_batch, cost.work(plan.length, plan.topology.fewest_ranks(plan.length)), count)
+    times = -(-np.maximum(together + hidden, least) // plan.members)
+    np.maximum.at(times, micro_batch, cost.time(plan.length, spread))
+    return times + cost.micro_batch_ns

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
-from hf_longctx.planner.bound import best_sizes
+from hf_longctx.planner.bound import most_ranks
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times
 from hf_longctx.planner.placing.assembly import Placement, likely_makespan
@@ -107,7 +107,7 @@ class Search:
         self.topology, self.cost, self.bound, self.context = topology, cost, bound, context
         self.large = large = _how_many_are_large(tokens, times, topology, bound)
         split, footprints = lengths[:large], room[:large]
-        best_size = best_sizes(split, topology.fewest_ranks(footprints), world_size, cost.coefficients)
+        best_size = most_ranks(split, topology.fewest_ranks(footprints), topology, cost)
         if context.stages > 1:
             best_size = best_counted_sizes(split, topology.fewest_ranks(footprints), best_size, context)
         # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
