@@ -34,12 +34,14 @@ holes are ours.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
 from hf_longctx.planner.batch_lengths import longest_first, validated, validated_labels
-from hf_longctx.planner.bound import lower_bound, unit_bits
+from hf_longctx.planner.bound import MANY_MEMBERS, lower_bound, unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, placement_context
 from hf_longctx.planner.cost.selective_offload import Offload, room_needed
@@ -60,10 +62,6 @@ WITHIN_REACH = 1020
 windows, which takes five times as long."""
 MANY_DOCUMENTS = 5_000
 """With more, better rounds are only tried where those of the search come near."""
-MANY_MEMBERS = 200_000
-"""Members of groups of unequal ranks, on the fewest that hold each document: with more, neither better rounds nor other orders of
-ranks are tried. They take seconds, as each group's shares are found."""
-
 
 @as_work_decides
 def plan_step(
@@ -114,7 +112,7 @@ def plan_step(
         plan = plan_whole(ordered, tokens, order, topology, cost, mode)
         return _labelled(plan, labels).in_nanoseconds(bits)
     if topology.uniform or mode == "pipeline":
-        plan = _planned(ordered, tokens, order, topology, cost, mode, offload)
+        plan = _best(_planned(ordered, tokens, order, topology, cost, mode, offload))
     else:
         plan = _in_best_order(ordered, tokens, order, topology, cost, mode)
     if topology.uniform and mode != "pipeline" and offload is None and not len(labels):
@@ -129,22 +127,24 @@ def _planned(
     topology: Topology,
     cost: CostModel,
     mode: Mode,
-    offload: Offload | None,
-) -> StepPlan:
-    """Plan documents in units of the cost model.
+    offload: Offload | None = None,
+    least: int | None = None,
+) -> Iterator[StepPlan]:
+    """Plan documents in units of the cost model; yield one plan, then others that may be better.
 
     Args:
         ordered, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
         order: int64 [documents]: their indices in the global batch.
+        least: nanoseconds; others follow unless the first plan ends near it. None: the lower bound.
     """
     if mode == "lockstep":
-        *_, plan = plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost))
-        return plan
+        yield from plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost))
+        return
     bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
     rounds_end = WORST
-    few_members = topology.uniform or int(topology.fewest_ranks(tokens).sum()) <= MANY_MEMBERS
+    few_members = _few_members(tokens, topology)
     # Where few documents end late, rounds of all of them follow, which end as soon as those of the search, with large ones alone;
     # but they know nothing of offload.
     rounds_follow = mode == "async" and offload is None and few_members and len(ordered) <= MANY_DOCUMENTS
@@ -172,45 +172,68 @@ def _planned(
         for placement, context in placements
     ]
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
-    plan = plans[0] if len(plans) == 1 else min(plans, key=lambda plan: plan.timeline().makespan)
+    plan = plans[0] if len(plans) == 1 else min(plans, key=_makespan)
+    yield plan
     soonest = min(placement.makespan for placement, _ in placements)
-    late = soonest * 1000 > bound * NEAR
+    late = soonest * 1000 > (bound if least is None else least) * NEAR
     if len(ordered) > MANY_DOCUMENTS and rounds_end * 1000 > soonest * WITHIN_REACH:
         late = False  # hardly ever do better rounds gain as much, and for many documents they take long
     if mode == "async" and late and few_members:
         for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost)):
             rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
-            makespan, end = plan.timeline().makespan, rounds.timeline().makespan
-            if end * TOGETHER < makespan * 1000:
-                plan = rounds
-            if end * 1000 > makespan * WITHIN_REACH:
+            yield rounds
+            if _makespan(rounds) * 1000 > _makespan(plan) * WITHIN_REACH:
                 break
-    return plan
+
+
+def _few_members(tokens: np.ndarray, topology: Topology) -> bool:
+    """Whether groups are few enough, or their times found quickly enough, for better rounds, and for ranks in several orders."""
+    return topology.few_kinds or int(topology.fewest_ranks(tokens).sum()) <= MANY_MEMBERS
+
+
+def _makespan(plan: StepPlan) -> int:
+    return plan.timeline().makespan
+
+
+def _best(plans: Iterable[StepPlan]) -> StepPlan:
+    """Return the first plan that no later one clearly beats."""
+    best: StepPlan | None = None
+    for plan in plans:
+        if best is None or _makespan(plan) * TOGETHER < _makespan(best) * 1000:
+            best = plan
+    assert best is not None
+    return best
 
 
 def _in_best_order(
     ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, mode: Mode
 ) -> StepPlan:
     """Plan unequal ranks in orders by speed, as they are second, until one order's plan ends soon. Return the first plan that no
-    other one clearly beats."""
+    later one clearly beats."""
     lengths = np.empty_like(ordered)
     lengths[order] = ordered
     bound = lower_bound(ordered, topology, cost, mode, tokens)
-    others: list[RankOrder] = []
-    if int(topology.fewest_ranks(tokens).sum()) <= MANY_MEMBERS:
-        others = list(orders_by_speed(topology, cost))
-    best: StepPlan | None = None
-    for other in (*others[:1], None, *others[1:]):
+
+    def planned(other: RankOrder | None) -> Iterator[StepPlan]:
         if other is None:
-            plan: StepPlan | None = _planned(ordered, tokens, order, topology, cost, mode, None)
-        else:
-            placed = _planned(ordered, tokens, order, other.topology, other.cost(cost), mode, None)
+            yield from _planned(ordered, tokens, order, topology, cost, mode)
+            return
+        for placed in _planned(ordered, tokens, order, other.topology, other.cost(cost), mode, least=bound):
             plan = other.given_back(placed, lengths, cost, bound)
-        if plan is None:
-            continue
-        if best is None or plan.timeline().makespan * TOGETHER < best.timeline().makespan * 1000:
-            best = plan
-        if best.timeline().makespan * 1000 <= bound * NEAR:
+            if plan is not None:
+                yield plan
+
+    orders: list[RankOrder | None] = [*orders_by_speed(topology, cost)]
+    orders.insert(1, None)
+    if int(topology.fewest_ranks(tokens).sum()) > MANY_MEMBERS:
+        orders = orders[:2] if topology.few_kinds else [None]
+    best: StepPlan | None = None
+    for other in orders:
+        plans = planned(other)
+        if best is not None:
+            plans = itertools.chain([best], plans)
+        best = _best(plans)
+        if _makespan(best) * 1000 <= bound * NEAR:
             break
     assert best is not None, "ranks as they are give a plan"
     return best

@@ -22,6 +22,9 @@ a micro-batch; or whole and `alone` in its micro-batch."""
 
 FULL = 1000
 """Per mille: a rank that is as fast, or holds as much, as the cost model and `capacity` say."""
+MOST_KINDS = 8
+"""Kinds of ranks, of one speed and memory each, up to which a group's time is found from how many of each it has: quickly, not rank
+by rank."""
 SPLIT = -1
 """Holder of a document that all ranks of its micro-batch share."""
 
@@ -103,6 +106,17 @@ class Topology:
     def capacities(self) -> np.ndarray:
         """int64 [world_size], tokens."""
         return self.capacity * np.full(self.world_size, FULL if self.memory is None else self.memory, np.int64) // FULL
+
+    @cached_property
+    def kinds(self) -> tuple[np.ndarray, np.ndarray]:
+        """int64 [2, kinds]: speed and capacity of the ranks that are alike; int64 [world_size]: the kind of each rank."""
+        kinds, kind = np.unique(np.stack([self.speeds, self.capacities]), axis=1, return_inverse=True)
+        return kinds, kind.ravel()
+
+    @property
+    def few_kinds(self) -> bool:
+        """Whether there are at most MOST_KINDS."""
+        return self.kinds[0].shape[1] <= MOST_KINDS
 
     @property
     def tokens(self) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed, remembered
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
-from hf_longctx.planner.placing.rank_shares import slowest_share
+from hf_longctx.planner.placing.rank_shares import slowest_of_kinds, slowest_share
 from hf_longctx.planner.stages.causal_chunks import best_chunks, counted
 from hf_longctx.planner.topology import Topology
 
@@ -42,6 +42,14 @@ class PlacementContext(NamedTuple):
     """The same of the fastest."""
     smallest: int
     """Tokens of the rank that holds fewest."""
+    kind_speeds: np.ndarray
+    """int64 [kinds], per mille, of ranks that are alike; [0] where all are equal, or kinds are more than MOST_KINDS."""
+    kind_capacities: np.ndarray
+    """int64 [kinds], tokens."""
+    kinds_before: np.ndarray
+    """int64 [world_size + 1, kinds]: ranks of each kind before each rank."""
+    counts: np.ndarray
+    """int64 [kinds]: room for whoever counts the ranks of a group."""
     uniform: bool
     node: int
     """Ranks per node."""
@@ -64,6 +72,10 @@ class PlacementContext(NamedTuple):
 
 def placement_context(topology: Topology, cost: CostModel, stages: int = 1, unit: int = 0) -> PlacementContext:
     """Return what the compiled functions need of ranks and costs."""
+    kinds, kind = topology.kinds
+    if topology.uniform or not topology.few_kinds:
+        kinds = kinds[:, :0]
+    of_kind = kind[:, None] == np.arange(kinds.shape[1])
     return PlacementContext(
         speeds=topology.speeds,
         speed_before=np.concatenate([[0], np.cumsum(topology.speeds)]),
@@ -73,6 +85,10 @@ def placement_context(topology: Topology, cost: CostModel, stages: int = 1, unit
         slowest=int(topology.speeds.min()),
         fastest=int(topology.speeds.max()),
         smallest=int(topology.capacities.min()),
+        kind_speeds=np.ascontiguousarray(kinds[0]),
+        kind_capacities=np.ascontiguousarray(kinds[1]),
+        kinds_before=np.concatenate([np.zeros((1, of_kind.shape[1]), np.int64), np.cumsum(of_kind, axis=0)]),
+        counts=np.zeros(of_kind.shape[1], np.int64),
         uniform=topology.uniform,
         node=topology.node_size,
         multiple=topology.ulysses_degree,
@@ -113,7 +129,31 @@ def group_times(
 def adjacent_time(length: int, first: int, size: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Nanoseconds that a document counts on unequal ranks first to first + size - 1."""
     end = first + size
+    time = time_of_kinds(length, size, context.kinds_before[first], context.kinds_before[end], context)
+    if time >= 0:
+        return time
     return time_on(length, context.speeds[first:end], context.capacities[first:end], context)
+
+
+@borrowing
+@compiled
+def time_of_kinds(
+    length: int, size: int, before: np.ndarray, end: np.ndarray, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a document counts on `size` unequal ranks, however many there are; -1 where their kinds do not say.
+
+    `before`, `end`: int64 [kinds]: ranks of each kind before the group, and before what follows it.
+    """
+    if len(context.kind_speeds) == 0 or length <= size:
+        return -1
+    slowest = slowest_of_kinds(length, context.kind_speeds, context.kind_capacities, before, end)
+    if slowest < 0:
+        return -1
+    speed = context.fastest
+    for kind in range(len(end)):
+        if end[kind] > before[kind]:
+            speed = min(speed, context.kind_speeds[kind])
+    return _time_of_slowest(length, work_of(length, size, context.coefficients), slowest, speed, context)
 
 
 @remembered

@@ -12,7 +12,7 @@ from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.placing.packing import grouped, pack, sums
-from hf_longctx.planner.placing.rank_shares import slowest_share
+from hf_longctx.planner.placing.rank_shares import slowest_shares
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import chunk_split, chunk_whole, room_in_time
 from hf_longctx.planner.topology import FULL, SPLIT, Topology
@@ -163,15 +163,15 @@ def group_costs(
     """int64: nanoseconds of documents, each alone in a micro-batch on its group; `members` holds group after group."""
     if topology.uniform:
         return cost.time(lengths, sizes) + cost.micro_batch_ns
+    if not len(lengths):
+        return np.empty(0, np.int64)
+    # A group ends with its slowest share: as a rank of speed 1000 with `slowest` of the tokens would.
+    speeds, capacities = topology.speeds[members], topology.capacities[members]
+    slowest = slowest_shares(lengths, sizes, speeds, capacities).tolist()
+    launches = cost.micro_batch_ns * FULL // np.minimum.reduceat(speeds, np.cumsum(sizes) - sizes)
     # Python's integers: work times tokens may exceed 64 bits.
-    works = cost.work(lengths, sizes).tolist()
-    costs = []
-    for length, work, group in zip(lengths.tolist(), works, np.split(members, np.cumsum(sizes)[:-1])):
-        speeds = topology.speeds[group]
-        # A group ends with its slowest share: as a rank of speed 1000 with `slowest` of the tokens would.
-        slowest = slowest_share(length, speeds, topology.capacities[group])
-        costs.append(-(-work * int(slowest) // length) + cost.micro_batch_ns * FULL // int(speeds.min()))
-    return np.array(costs, np.int64)
+    works = zip(cost.work(lengths, sizes).tolist(), slowest, lengths.tolist())
+    return np.array([-(-work * share // length) for work, share, length in works], np.int64) + launches
 
 
 def _whole_documents(placement: Placement, world_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -31,16 +31,12 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import work_of
-from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, time_on
+from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, time_of_kinds, time_on
 from hf_longctx.planner.placing.bisection import Large
-from hf_longctx.planner.placing.rank_blocks import smallest_group
+from hf_longctx.planner.placing.rank_blocks import NEARLY_BUSY, STEPS, smallest_group
 
-NEARLY_BUSY = 1.02
-"""Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""
 ROUNDED = 1e-9
 """Of what ranks can do: more than float64 loses in a sum of it."""
-STEPS = 8
-"""More ranks are tried by an eighth each time."""
 
 
 @compiled
@@ -334,9 +330,14 @@ def _unequal_units_for(
     room, speed, size, first = 0, 0, 0, head
     multiple = context.multiple if free * unit >= context.multiple else 1
     chosen, least, following_size = 0, 2.0**62, 0
+    kinds, counts = len(context.counts), context.counts
+    for kind in range(kinds):
+        counts[kind] = 0
     while size < free:
         room += context.before[first + unit] - context.before[first]
         speed += context.speed_before[first + unit] - context.speed_before[first]
+        for kind in range(kinds):
+            counts[kind] += context.kinds_before[first + unit, kind] - context.kinds_before[first, kind]
         first = following[first]
         size += 1
         ranks = size * unit
@@ -346,7 +347,9 @@ def _unequal_units_for(
             break
         work = large.alone[i] if ranks == 1 else work_of(length, ranks, context.coefficients)
         if work * 1000 // speed <= left:
-            time = _time_of(i, size, unit, head, following, large, context)
+            time = time_of_kinds(length, ranks, context.kinds_before[0], counts, context) if ranks > 1 else -1
+            if time < 0:
+                time = _time_of(i, size, unit, head, following, large, context)
             if time <= left:
                 area = float(time) * speed
                 if chosen and area >= least:

@@ -55,6 +55,8 @@ def best_of_others(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> Step
             placed = planner(lengths, plan.topology, cost, plan.mode)
         except PlanError:
             continue  # the group that it would take holds no document of this length
+        if (placed.length < placed.ranks_of_document).any():
+            continue  # some of these ranks hold none of it, and others more than is counted
         placed = replace(
             placed,
             cost=_costs(placed, cost),

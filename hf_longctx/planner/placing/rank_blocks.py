@@ -28,7 +28,13 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
+from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.cost.group_times import PlacementContext, ends_within, group_time
+
+NEARLY_BUSY = 1.02
+"""Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""
+STEPS = 8
+"""More ranks are tried by an eighth each time."""
 
 
 @borrowing
@@ -61,6 +67,8 @@ def smallest_group(
     """
     fewest = max(_fewest_from(first, most, footprint, context), 1)
     size = _fewest_in_time(length, fewest, best, first, most, limit, likely, context)
+    if 2 * size > len(context.speeds) and not context.uniform:  # nothing else will find as much room beside it
+        size = _busiest(length, size, min(most, max(best, fewest), length), first, context)
     return _in_whole_nodes(length, size, fewest, best, first, most, limit, context)
 
 
@@ -108,6 +116,27 @@ def _fewest_in_time(
         else:
             low = middle + 1
     return low
+
+
+@borrowing
+@compiled
+def _busiest(length: int, size: int, most: int, first: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
+    """Ranks from `first` on, `size` to `most` unequal ones, that are busiest: of all their time, which is speed times time, a
+    document takes the least.
+
+    Where each of the fewest that hold it is full, fast ones wait for slow ones, and more ranks may take less of it.
+    """
+    chosen, least = size, 2.0**62
+    while True:
+        speed = context.speed_before[first + size] - context.speed_before[first]
+        area = float(group_time(length, first, size, context)) * speed
+        if area >= least:
+            return chosen
+        chosen, least = size, area
+        work = work_of(length, size, context.coefficients)
+        if size >= most or area <= work * 1000.0 * NEARLY_BUSY:
+            return chosen
+        size = min(size + max(size // STEPS, 1), most)
 
 
 @borrowing

@@ -66,55 +66,73 @@ def proportional_shares(length: int, speeds: np.ndarray, room: np.ndarray) -> np
 def slowest_share(length: int, speeds: np.ndarray, room: np.ndarray) -> int:  # pragma: no cover - compiled
     """Tokens that a rank of speed 1000 holds in the time that the slowest of these ranks needs for its `proportional_shares`,
     rounded up. No array is made: it is asked for each group that may be one."""
-    ranks, slowest = len(speeds), 0 * length
-    if length <= ranks:
+    slowest = 0 * length
+    if length <= len(speeds):
         for i in range(length):
             slowest = max(slowest, -(-1000 // speeds[i]))
         return slowest
+    slowest = slowest_of_kinds(length, speeds, room, room[:0], room[:0])
+    return slowest if slowest >= 0 else _slowest_of(length, speeds, room)
+
+
+@borrowing
+@compiled
+def slowest_of_kinds(
+    length: int, speeds: np.ndarray, room: np.ndarray, before: np.ndarray, end: np.ndarray
+) -> int:  # pragma: no cover - compiled
+    """`slowest_share` of fewer ranks than tokens, which are of a few kinds; -1 where only dealing tokens out says it.
+
+    Args:
+        speeds, room: int64 [kinds], per mille, tokens.
+        before, end: int64 [kinds]: ranks of each kind before the group, and before what follows it; [0]: there is one of each.
+    """
+    kinds, counted, slowest, ranks = len(speeds), len(end) > 0, 0 * length, 0 * length
+    for i in range(kinds):
+        ranks += end[i] - before[i] if counted else 1
     # Those whose share does not fit are filled, and shares of the others grow: so who was filled once stays so.
     left, speed = length - ranks, 0 * length
-    for i in range(ranks):
+    for i in range(kinds):
         if room[i] > 1:
-            speed += speeds[i]
+            speed += speeds[i] * (end[i] - before[i] if counted else 1)
     while speed > 0:
         still_left, still_open = length - ranks, 0 * length
-        for i in range(ranks):
+        for i in range(kinds):
             if room[i] > 1:
+                count = end[i] - before[i] if counted else 1
                 if left * speeds[i] // speed >= room[i]:
-                    still_left -= room[i] - 1
+                    still_left -= (room[i] - 1) * count
                 else:
-                    still_open += speeds[i]
+                    still_open += speeds[i] * count
         if still_open == speed:
             break
         left, speed = still_left, still_open
     if speed == 0:
-        for i in range(ranks):
-            tokens = max(room[i], 1) + (left if i == 0 else 0)
-            slowest = max(slowest, -(-tokens * 1000 // speeds[i]))
-        return slowest
+        return -1
     rest, fitting, fastest = left, 0 * length, 0 * length
-    for i in range(ranks):
-        share = left * speeds[i] // speed
-        if room[i] > 1 and share < room[i]:
-            rest -= share
+    for i in range(kinds):
+        share, count = left * speeds[i] // speed, end[i] - before[i] if counted else 1
+        if count > 0 and room[i] > 1 and share < room[i]:
+            rest -= share * count
             if share + 1 < room[i]:
-                fitting += 1
+                fitting += count
                 fastest = max(fastest, speeds[i])
     if rest > fitting:
-        return _slowest_of(length, speeds, room)
+        return -1
     # What rounding down left over goes to those of this speed or more. Of one speed all hold as much, or a token less.
     low, high = 0 * length + 1, fastest
     while rest > 0 and low < high:
         middle = (low + high + 1) // 2
-        faster = 0
-        for i in range(ranks):
+        faster = 0 * length
+        for i in range(kinds):
             if speeds[i] >= middle and left * speeds[i] // speed + 1 < room[i]:
-                faster += 1
+                faster += end[i] - before[i] if counted else 1
         if faster >= rest:
             low = middle
         else:
             high = middle - 1
-    for i in range(ranks):
+    for i in range(kinds):
+        if counted and end[i] == before[i]:
+            continue
         tokens = max(min(left * speeds[i] // speed + 1, room[i]), 1)
         if rest > 0 and speeds[i] >= low and tokens < room[i]:
             tokens += 1
@@ -125,6 +143,19 @@ def slowest_share(length: int, speeds: np.ndarray, room: np.ndarray) -> int:  # 
 @compiled
 def _slowest_of(length: int, speeds: np.ndarray, room: np.ndarray) -> int:  # pragma: no cover - compiled
     return (-(-proportional_shares(length, speeds, room) * 1000 // speeds)).max()
+
+
+@compiled
+def slowest_shares(
+    lengths: np.ndarray, sizes: np.ndarray, speeds: np.ndarray, room: np.ndarray
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: `slowest_share` of each; `speeds` and `room` hold those of group after group."""
+    slowest, begin = np.empty(len(lengths), np.int64), 0
+    for i in range(len(lengths)):
+        end = begin + sizes[i]
+        slowest[i] = slowest_share(lengths[i], speeds[begin:end], room[begin:end])
+        begin = end
+    return slowest
 
 
 @compiled

@@ -1,5 +1,6 @@
 """What every plan must fulfil, recomputed from its layouts: tokens, costs, and the times of its micro-batches."""
 
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -99,7 +100,6 @@ def expected_cost(
         assert holders == layout.ranks, "a split document lies on all ranks of its micro-batch"
         work = int(cost.work(tokens, len(holders)))
         if topology.uniform:
-            shared += Fraction(work, len(holders))
             lost += 1
         else:  # the rank that holds most for its speed decides; its tokens are rounded up
             parts = {r: sum(len(s) for s in layout.shards[r] if s.doc == doc) for r in holders}
@@ -108,4 +108,19 @@ def expected_cost(
             )
             one_token = Fraction(work, tokens) * Fraction(1000, min(slowest_rank, 1000))  # rounded up at speed 1000
             lost += one_token * (1 if counted is None else 2) + 1
+    if topology.uniform and layout.split_documents:
+        split = [layout.doc_lengths[doc] if counted is None else int(counted[doc]) for doc in layout.split_documents]
+        shared += _time_together(np.array(split), len(layout.ranks), topology, cost)
     return shared + max(whole.values()), lost
+
+
+def _time_together(lengths: np.ndarray, ranks: int, topology: Topology, cost: CostModel) -> Fraction:
+    """Nanoseconds of documents that the same equal ranks share: their messages are counted once, and the attention of one hides the
+    exchange of another; but no less than the lower bound counts, or than each takes alone."""
+    computed, sent = cost.without_exchange(), replace(cost.without_attention(), message_ns=0)
+    linear = int(computed.without_attention().work(lengths, ranks).sum())
+    attention = int(computed.work(lengths, ranks).sum()) - linear
+    exchange = int(sent.work(lengths, ranks).sum()) - linear + cost.message_ns * ranks * (ranks - 1)
+    bound = int(cost.work(lengths, topology.fewest_ranks(lengths)).sum())
+    alone = int(cost.work(lengths, ranks).max())
+    return Fraction(max(linear + max(attention, exchange), bound, alone), ranks)
