@@ -38,9 +38,9 @@ from hf_longctx.planner.whole_bound import bound_of_whole
 LARGEST_WORK = 2**62
 """Nanoseconds of all documents together up to which times are planned in nanoseconds."""
 MANY_MEMBERS = 200_000
-"""Members of groups of unequal ranks, on the fewest that hold each document: with more, two orders of ranks are tried. Where ranks are
-of many kinds, they keep their order, no group gets more of them for being unequal, and no better rounds are
-tried: all this takes seconds, as shares are found rank by rank."""
+"""Members of groups of unequal ranks, on the fewest that hold each document: with more, two orders of ranks are tried. Where
+ranks are of many kinds, they keep their order, no group gets more of them for being unequal, and no better rounds are tried: all
+this takes seconds, as shares are found rank by rank."""
 LARGEST_DOCUMENT = 2**52
 """The same of one document: times a speed (per mille) it still fits 64-bit integers."""
 WORK_IN_UNITS = 2**57
@@ -147,7 +147,7 @@ def most_ranks(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost
     """int64 [documents]: the group size beyond which none of them ends sooner.
 
     Equal ranks: `best_sizes`. On unequal ranks, of which each is full, fast ones wait for slow ones. There, a document ends
-    sooner on more ranks until each holds as much of it as suits its speed. Where that would take long to find, it is not asked for.
+    sooner on more ranks until each holds as much of it as suits its speed; more are not tried where that would take long.
     """
     best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
     if topology.uniform or not (topology.few_kinds or int(fewest.sum()) <= MANY_MEMBERS):

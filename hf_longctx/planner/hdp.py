@@ -58,10 +58,12 @@ from hf_longctx.planner.stages.chunked_placement import pipeline_contexts
 from hf_longctx.planner.topology import PlanError, Topology
 
 WITHIN_REACH = 1020
-"""Thousandths of a plan up to which rounds may end for better ones to be tried, which gain 1 %: all of them, then through
-windows, which takes five times as long."""
+"""Thousandths of a plan up to which rounds may end for better ones to be tried, which gain 1 %."""
+WINDOWS_WITHIN_REACH = 1010
+"""The same for rounds through windows, which take five times as long."""
 MANY_DOCUMENTS = 5_000
 """With more, better rounds are only tried where those of the search come near."""
+
 
 @as_work_decides
 def plan_step(
@@ -182,7 +184,7 @@ def _planned(
         for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost)):
             rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
             yield rounds
-            if _makespan(rounds) * 1000 > _makespan(plan) * WITHIN_REACH:
+            if _makespan(rounds) * 1000 > _makespan(plan) * WINDOWS_WITHIN_REACH:
                 break
 
 

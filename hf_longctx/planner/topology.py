@@ -23,8 +23,8 @@ a micro-batch; or whole and `alone` in its micro-batch."""
 FULL = 1000
 """Per mille: a rank that is as fast, or holds as much, as the cost model and `capacity` say."""
 MOST_KINDS = 8
-"""Kinds of ranks, of one speed and memory each, up to which a group's time is found from how many of each it has: quickly, not rank
-by rank."""
+"""Kinds of ranks, of one speed and memory each, up to which a group's time is found from how many of each it has: quickly, not
+rank by rank."""
 SPLIT = -1
 """Holder of a document that all ranks of its micro-batch share."""
 

@@ -120,7 +120,9 @@ def _fewest_in_time(
 
 @borrowing
 @compiled
-def _busiest(length: int, size: int, most: int, first: int, context: PlacementContext) -> int:  # pragma: no cover - compiled
+def _busiest(
+    length: int, size: int, most: int, first: int, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
     """Ranks from `first` on, `size` to `most` unequal ones, that are busiest: of all their time, which is speed times time, a
     document takes the least.
 

@@ -309,7 +309,7 @@ class Search:
 
     def _lowest(self, place: Place, first: int, best: Placement | None) -> Placement | None:
         """The best that is placed for the lowest target that is met, as if all above it were met too, and that is below what
-        has been found; TARGETS[first] is tried first, then those above it, in steps that double, until something is placed."""
+        has been found; TARGETS[first] is tried first, then those above it, in ever longer steps, until something is placed."""
         targets = self._targets()
         low, high, probe, step = 0, len(targets), first, 1
         while low < high and not self._met(best, self.bound):
@@ -318,7 +318,7 @@ class Search:
                 best = place(target, best)
             low, high = (low, probe) if self._met(best, target) else (probe + 1, high)
             probe = min(probe + step, high - 1) if best is None else (low + high) // 2
-            step *= 2
+            step += 1
         return best
 
     def _halving(self, ways: Sequence[Place]) -> Placement | None:

@@ -115,8 +115,8 @@ def expected_cost(
 
 
 def _time_together(lengths: np.ndarray, ranks: int, topology: Topology, cost: CostModel) -> Fraction:
-    """Nanoseconds of documents that the same equal ranks share: their messages are counted once, and the attention of one hides the
-    exchange of another; but no less than the lower bound counts, or than each takes alone."""
+    """Nanoseconds of documents that the same equal ranks share: their messages are counted once, and the attention of one hides
+    the exchange of another; but no less than the lower bound counts, or than each takes alone."""
     computed, sent = cost.without_exchange(), replace(cost.without_attention(), message_ns=0)
     linear = int(computed.without_attention().work(lengths, ranks).sum())
     attention = int(computed.work(lengths, ranks).sum()) - linear
