@@ -112,6 +112,28 @@ def test_balance_on_two_generations_of_ranks(mode, speed, memory, ceiling, large
             assert balance < most
 
 
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_a_document_that_fills_slow_ranks_gets_more_of_them(mode):
+    """On the nine that hold it, each is full, and the fast ones wait for the slow ones: on all ten it ends sooner."""
+    topology = Topology(10, 1000, speed=(1000,) * 6 + (400,) * 4)
+    lengths = np.array([8200] + [300] * 20)
+    plan = plan_step(lengths, topology, CostModel(attention_ps=1000, linear_ps=10**8, inside_ps=1, message_ns=10**4), mode)
+    plan.check(lengths)
+    assert plan.ranks_of_document[plan.length == 8200].tolist() == [10]
+
+
+def test_documents_that_travel_together_share_messages():
+    """Each needs two of three ranks. Two by two on all of them, they send half as many messages as one by one."""
+    lengths, topology = np.full(30, 1400), Topology(3, 1000)
+    cost = CostModel(attention_ps=1000, linear_ps=10**7, inside_ps=1, message_ns=5 * 10**6)
+    plan = plan_step(lengths, topology, cost)
+    plan.check(lengths)
+    assert set(np.diff(plan.first_document).tolist()) == {2}
+    alone = 30 * cost.time(1400, 3)
+    assert plan.timeline().makespan < 0.7 * alone
+    assert plan.timeline().makespan >= plan.lower_bound
+
+
 def test_slow_ranks_get_less():
     """Were all ranks taken for equal, those at half the speed would take up to twice as long."""
     speeds = every_other(8)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CostModel, Topology
-from hf_longctx.planner.cost.group_times import adjacent_time, ends_within, placement_context
+from hf_longctx.planner.cost.group_times import adjacent_time, ends_within, placement_context, unequal_time
 
 COST = CostModel(attention_ps=1200, linear_ps=60_000_000, inside_ps=90_000, message_ns=8000, micro_batch_ns=400_000)
 
@@ -23,6 +23,7 @@ def test_unequal_ranks_end_in_time_where_their_slowest_does(data: st.DataObject)
     room = int(context.before[first + size] - context.before[first])
     length = data.draw(st.integers(min(size, room), room))
     time = int(adjacent_time(length, first, size, context))
+    assert time == unequal_time(length, np.arange(first, first + size), context), "ranks that are alike may be counted"
     for limit in (time - 1, time, time + 1, time * 101 // 100, time * 99 // 100):
         assert ends_within(length, first, size, limit, context) == (time <= limit)
     assert np.diff(context.speed_before).tolist() == context.speeds.tolist()

@@ -8,7 +8,13 @@ from hypothesis import strategies as st
 
 from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, LayoutError, zigzag
-from hf_longctx.planner.placing.rank_shares import proportional_shares, shares, slowest_share
+from hf_longctx.planner.placing.rank_shares import (
+    proportional_shares,
+    shares,
+    slowest_of_kinds,
+    slowest_share,
+    slowest_shares,
+)
 
 many_examples = settings(max_examples=8 * settings().max_examples)
 """Of a profile: an example takes microseconds here."""
@@ -89,6 +95,27 @@ def test_slowest_share_is_when_the_last_rank_ends(case):
     _, speeds, _ = case
     counts = proportional_shares(*case)
     assert slowest_share(*case) == max(-(-int(h) * 1000 // int(v)) for h, v in zip(counts, speeds))
+
+
+@many_examples
+@given(unequal(), st.data())
+def test_ranks_that_are_alike_may_be_counted(case, data):
+    """One after another, or how many there are of each kind: the last rank ends at the same time."""
+    _, speeds, room = case
+    kinds = len(speeds)
+    before = np.array(data.draw(st.lists(st.integers(0, 3), min_size=kinds, max_size=kinds)))
+    count = np.array(data.draw(st.lists(st.integers(0, 3), min_size=kinds, max_size=kinds)))
+    ranks, held = int(count.sum()), int((count * room).sum())
+    if held <= ranks:
+        return
+    length = data.draw(st.integers(ranks + 1, held))
+    group = (np.repeat(speeds, count), np.repeat(room, count))
+    expected = int(slowest_share(length, *group))
+    assert int(slowest_of_kinds(length, speeds, room, before, before + count)) in (expected, -1)
+    assert (
+        slowest_shares(np.array([length, length]), np.array([ranks, ranks]), *np.tile(group, 2)).tolist()
+        == [expected] * 2
+    )
 
 
 def test_shares_by_hand():
