@@ -117,7 +117,9 @@ def test_a_document_that_fills_slow_ranks_gets_more_of_them(mode):
     """On the nine that hold it, each is full, and the fast ones wait for the slow ones: on all ten it ends sooner."""
     topology = Topology(10, 1000, speed=(1000,) * 6 + (400,) * 4)
     lengths = np.array([8200] + [300] * 20)
-    plan = plan_step(lengths, topology, CostModel(attention_ps=1000, linear_ps=10**8, inside_ps=1, message_ns=10**7), mode)
+    plan = plan_step(
+        lengths, topology, CostModel(attention_ps=1000, linear_ps=10**8, inside_ps=1, message_ns=10**7), mode
+    )
     plan.check(lengths)
     assert plan.ranks_of_document[plan.length == 8200].tolist() == [10]
 

@@ -105,10 +105,10 @@ def test_ranks_that_are_alike_may_be_counted(case, data):
     kinds = len(speeds)
     before = np.array(data.draw(st.lists(st.integers(0, 3), min_size=kinds, max_size=kinds)))
     count = np.array(data.draw(st.lists(st.integers(0, 3), min_size=kinds, max_size=kinds)))
-    ranks, held = int(count.sum()), int((count * room).sum())
-    if held <= ranks:
+    ranks, room_of_all = int(count.sum()), int((count * room).sum())
+    if room_of_all <= ranks:
         return
-    length = data.draw(st.integers(ranks + 1, held))
+    length = data.draw(st.integers(ranks + 1, room_of_all))
     group = (np.repeat(speeds, count), np.repeat(room, count))
     expected = int(slowest_share(length, *group))
     assert int(slowest_of_kinds(length, speeds, room, before, before + count)) in (expected, -1)
