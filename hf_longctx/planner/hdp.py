@@ -34,7 +34,6 @@ holes are ours.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
@@ -114,9 +113,11 @@ def plan_step(
         plan = plan_whole(ordered, tokens, order, topology, cost, mode)
         return _labelled(plan, labels).in_nanoseconds(bits)
     if topology.uniform or mode == "pipeline":
-        plan = _best(_planned(ordered, tokens, order, topology, cost, mode, offload))
+        best = _best(_planned(ordered, tokens, order, topology, cost, mode, offload))
     else:
-        plan = _in_best_order(ordered, tokens, order, topology, cost, mode)
+        best = _in_best_order(ordered, tokens, order, topology, cost, mode)
+    assert best is not None, "ranks as they are give a plan"
+    plan = best
     if topology.uniform and mode != "pipeline" and offload is None and not len(labels):
         plan = best_of_others(plan, lengths, cost)
     return _labelled(plan, labels).in_nanoseconds(bits)
@@ -197,19 +198,17 @@ def _makespan(plan: StepPlan) -> int:
     return plan.timeline().makespan
 
 
-def _best(plans: Iterable[StepPlan]) -> StepPlan:
-    """Return the first plan that no later one clearly beats."""
-    best: StepPlan | None = None
+def _best(plans: Iterable[StepPlan], best: StepPlan | None = None) -> StepPlan | None:
+    """Return the first plan that no later one clearly beats, `best` before all; None where there is none."""
     for plan in plans:
         if best is None or _makespan(plan) * TOGETHER < _makespan(best) * 1000:
             best = plan
-    assert best is not None
     return best
 
 
 def _in_best_order(
     ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, mode: Mode
-) -> StepPlan:
+) -> StepPlan | None:
     """Plan unequal ranks in orders by speed, as they are second, until one order's plan ends soon. Return the first plan that no
     later one clearly beats."""
     lengths = np.empty_like(ordered)
@@ -231,13 +230,9 @@ def _in_best_order(
         orders = orders[:2] if topology.few_kinds else [None]
     best: StepPlan | None = None
     for other in orders:
-        plans = planned(other)
-        if best is not None:
-            plans = itertools.chain([best], plans)
-        best = _best(plans)
-        if _makespan(best) * 1000 <= bound * NEAR:
+        best = _best(planned(other), best)
+        if best is not None and _makespan(best) * 1000 <= bound * NEAR:
             break
-    assert best is not None, "ranks as they are give a plan"
     return best
 
 
