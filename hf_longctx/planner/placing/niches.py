@@ -36,7 +36,7 @@ from hf_longctx.planner.placing.bisection import Large
 from hf_longctx.planner.placing.rank_blocks import NEARLY_BUSY, STEPS, smallest_group
 
 ROUNDED = 1e-9
-"""Of what ranks can do: more than float64 loses in a sum of it."""
+"""A share of what ranks can do that is more than float64 loses in a sum of it."""
 
 
 @compiled
