@@ -2,7 +2,7 @@
 
     async      LB = max( shared / R,  longest )
     pipeline   LB = max( shared / R,  min over k of (1 + (p-1)/k) * (longest + (k-1)*launches) )   p stages; T of one
-    lockstep   LB = max over k of  m_1 + ... + m_k  +  (shared - densest_k) / R
+    lockstep   round_bound.py
 
     shared      sum_i work(s_i, D_i) + micro_batch * (tokens / C)          D_i: fewest ranks that hold document i
     longest     max_i min_{D_i <= d <= R} T(s_i, d) + micro_batch          always the document that counts as longest
@@ -13,11 +13,6 @@
 In a pipeline, a document in k chunks passes the stages chunk by chunk: while its longest chunk, a k-th of it or more, passes
 p-1 stages, the first or the last of them waits. Each further chunk costs at least the `launches` of a document and a
 micro-batch, and k is at most `most_chunks`. That chunks also receive more keys is left out: the bound stays below.
-
-Lockstep rounds cost their slowest rank. Order the rounds by cost: k-1 rounds hold at most (k-1)*R*C tokens, so of the
-longest documents that exceed these tokens together, one lies in the k-th round or a costlier one: the k-th costliest
-round costs at least m_k, the `longest` of the shortest of these documents. These k rounds can do no more work than the
-k*R*C tokens that are densest in work, those of the longest documents; what is left takes its share of all ranks.
 
 Documents that stay whole take one rank each and no chunks, and are bounded further (whole_bound.py).
 
@@ -32,6 +27,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
+from hf_longctx.planner.round_bound import bound_of_rounds
 from hf_longctx.planner.topology import FULL, Topology
 from hf_longctx.planner.whole_bound import bound_of_whole
 
@@ -75,7 +71,13 @@ def lower_bound(
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
     whole = bound_of_whole(cost.time(lengths, 1), tokens, topology, cost, mode) if topology.stay_whole else 1
     if mode == "lockstep":
-        return max(_lockstep(lengths, tokens, work, packing, topology, cost), whole)
+        launched = work + cost.micro_batch_ns * tokens // int(topology.capacities.max())
+
+        def least(some: np.ndarray) -> np.ndarray:
+            # As if they had no more tokens than they count as: none before them takes less then.
+            return best_times(some, topology.fewest_ranks(some), topology, cost)
+
+        return max(bound_of_rounds(lengths, tokens, launched, topology.tokens, speed, least), whole)
     shared = (int(work.sum()) + packing) * FULL // speed
     if mode == "pipeline":
         launches = cost.document_ns + cost.micro_batch_ns
@@ -162,28 +164,6 @@ def most_ranks(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost
 def _falls(length: int, ranks: int, coefficients: tuple[int, ...]) -> bool:  # pragma: no cover - compiled
     """Whether a document takes less time on one rank more."""
     return work_of(length, ranks + 1, coefficients) / (ranks + 1) < work_of(length, ranks, coefficients) / ranks
-
-
-def _lockstep(
-    lengths: np.ndarray, tokens: np.ndarray, work: np.ndarray, packing: int, topology: Topology, cost: CostModel
-) -> int:
-    round_tokens, speed = topology.tokens, int(topology.speeds.sum())
-    ends = np.cumsum(tokens)
-    rounds = -(-int(ends[-1]) // round_tokens)
-    # The shortest of the longest documents that do not fit into k rounds together, k = 0, 1, ...
-    decisive = np.searchsorted(ends, round_tokens * np.arange(rounds), side="right")
-    # As if they had no more tokens than they count as: none before them takes less then.
-    shortest = lengths[decisive]
-    least = np.cumsum(best_times(shortest, topology.fewest_ranks(shortest), topology, cost))
-    by_density = np.argsort(-(work / tokens), kind="stable")
-    dense_ends, dense_work = np.cumsum(tokens[by_density]), np.cumsum(work[by_density])
-    # Documents that k rounds hold only in part are counted whole: more work than there can be.
-    last = np.minimum(np.searchsorted(dense_ends, round_tokens * np.arange(1, rounds + 1)), len(lengths) - 1)
-    densest = np.concatenate([[0], dense_work[last]])
-    rest = np.maximum(int(work.sum()) - densest, 0)
-    rest = rest // speed * FULL + rest % speed * FULL // speed  # rest * FULL may exceed 64 bits
-    whole = (int(work.sum()) + packing) * FULL // speed
-    return max(whole, int((np.concatenate([[0], least]) + rest).max()), 1)
 
 
 def unit_bits(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:
