@@ -47,9 +47,9 @@ from hf_longctx.planner.cost.selective_offload import Offload, room_needed
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.assembly import Placement, assemble
 from hf_longctx.planner.placing.bisection import at_least_later
-from hf_longctx.planner.placing.lockstep import plans_in_rounds
 from hf_longctx.planner.placing.other_placements import best_of_others
 from hf_longctx.planner.placing.rank_order import RankOrder, orders_by_speed
+from hf_longctx.planner.placing.rounds.lockstep import plans_in_rounds
 from hf_longctx.planner.placing.search import NEAR, TOGETHER, WORST, Search
 from hf_longctx.planner.placing.whole import plan_whole
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan

@@ -48,8 +48,8 @@ def bound_of_rounds(
     """Return a makespan that no plan in rounds goes below: nanoseconds, or units of the cost model; at least 1.
 
     Args:
-        lengths, tokens, work: int64 [documents], longest first: tokens that each counts as, and has; nanoseconds of all its ranks,
-            with its share of a micro-batch.
+        lengths, tokens, work: int64 [documents], longest first: tokens that each counts as, and has; nanoseconds of all its
+            ranks, with its share of a micro-batch.
         round_tokens: what all ranks hold.
         speed: of all ranks together, per mille.
         least: nanoseconds that documents of some lengths (int64, longest first) take on the ranks that suit them best.
@@ -76,8 +76,8 @@ def bound_of_rounds(
 def _work_of_rounds(
     lengths: np.ndarray, tokens: np.ndarray, work: np.ndarray, round_tokens: int, apart: dict[int, int], most: int
 ) -> Iterator[np.ndarray]:
-    """Yield limits of D_m for m = 0 to `most`: int64 [most + 1]. `apart`: k -> how many of the documents, of which a round holds k
-    at most."""
+    """Yield limits of D_m for m = 0 to `most`: int64 [most + 1]. `apart`: k -> how many of the documents, of which a round holds
+    k at most."""
     rounds = np.arange(most + 1)
     by_density = np.argsort(-(work / tokens), kind="stable")
     dense_ends = np.cumsum(tokens[by_density])
@@ -98,10 +98,8 @@ def _work_of_rounds(
         everything = int(worth.sum())
         for k, count in apart.items():
             others = everything - int(worth[:count].sum())
-            if k == 1:
-                full = work[:count] + np.minimum(beside, price) * room
-                above = full - price * round_tokens  # what a round with this document does above the price of its tokens
-            else:
-                above = worth[:count]
+            above = worth[:count]
+            if k == 1:  # more than the price of its tokens that a round with this document does
+                above = work[:count] + np.minimum(beside, price) * room - price * round_tokens
             worthiest = np.append(0, np.cumsum(np.sort(np.maximum(above, 0))[::-1]))
             yield rounds * (price * round_tokens) + worthiest[np.minimum(rounds * k, count)] + others

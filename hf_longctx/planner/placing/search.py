@@ -31,10 +31,10 @@ from hf_longctx.planner.placing.bisection import (
     place_by_bisection,
 )
 from hf_longctx.planner.placing.least_loaded import place_on_least_loaded
-from hf_longctx.planner.placing.lockstep import ALL_AT_ONCE, best_rounds
 from hf_longctx.planner.placing.packing import spread_whole
 from hf_longctx.planner.placing.rank_blocks import place_in_blocks
-from hf_longctx.planner.placing.rounds import stack
+from hf_longctx.planner.placing.rounds.filling import stack
+from hf_longctx.planner.placing.rounds.lockstep import ALL_AT_ONCE, best_rounds
 from hf_longctx.planner.placing.scattered import ScatteredGroups, end_of
 from hf_longctx.planner.placing.shelves import Shelves
 from hf_longctx.planner.stages.chunked_placement import best_counted_sizes, with_micro_batches

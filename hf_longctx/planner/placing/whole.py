@@ -28,8 +28,8 @@ from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import placement_context
-from hf_longctx.planner.placing.lockstep import RESERVED_BELOW, WINDOWS, best_rounds
 from hf_longctx.planner.placing.packing import first_fit, grouped, pack, spread_whole, sums
+from hf_longctx.planner.placing.rounds.lockstep import RESERVED_BELOW, WINDOWS, best_rounds
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import UNITS
 from hf_longctx.planner.topology import FULL, Topology

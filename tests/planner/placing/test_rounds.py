@@ -9,11 +9,11 @@ from hf_longctx.planner import GPU, CostModel, Topology, plan_step
 from hf_longctx.planner.bound import best_sizes
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time, placement_context
-from hf_longctx.planner.placing import lockstep
-from hf_longctx.planner.placing.gaps import give_all_back, nothing_taken, take
-from hf_longctx.planner.placing.lockstep import ALL_AT_ONCE, WINDOWS, best_rounds
-from hf_longctx.planner.placing.rounds import fill_best_round, lowest_that_holds_all, stack
-from hf_longctx.planner.placing.waiting_documents import waiting
+from hf_longctx.planner.placing.rounds import lockstep
+from hf_longctx.planner.placing.rounds.filling import fill_best_round, lowest_that_holds_all, stack
+from hf_longctx.planner.placing.rounds.gaps import give_all_back, nothing_taken, take
+from hf_longctx.planner.placing.rounds.lockstep import ALL_AT_ONCE, WINDOWS, best_rounds
+from hf_longctx.planner.placing.rounds.waiting_documents import waiting
 from hf_longctx.simulator.lengths import draw
 from tests.builders.plans.random_plans import MISTRAL_7B
 

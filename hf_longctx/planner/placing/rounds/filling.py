@@ -29,8 +29,8 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
-from hf_longctx.planner.placing.gaps import Free, give_all_back, nothing_taken, take
-from hf_longctx.planner.placing.waiting_documents import (
+from hf_longctx.planner.placing.rounds.gaps import Free, give_all_back, nothing_taken, take
+from hf_longctx.planner.placing.rounds.waiting_documents import (
     Waiting,
     end_of_joining,
     end_of_run,

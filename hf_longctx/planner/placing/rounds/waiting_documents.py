@@ -13,8 +13,8 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
-from hf_longctx.planner.placing.gaps import Free, next_rank
 from hf_longctx.planner.placing.rank_blocks import smallest_group
+from hf_longctx.planner.placing.rounds.gaps import Free, next_rank
 
 
 class Waiting(NamedTuple):

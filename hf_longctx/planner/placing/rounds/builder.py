@@ -1,15 +1,12 @@
-"""Lockstep: every rank runs the same number of rounds, and each round costs its slowest rank.
+"""Rounds filled one after the other, whose last ones are then dealt anew, or replaced by one or two.
 
-ZeRO-2, ZeRO-3 and expert parallelism need this: their collectives make all ranks meet in every micro-batch.
+The height of a round is the one at which it does the most work in the time that it takes: never below the least time of the
+longest document left, never above its time on the fewest ranks. So the round that must wait for a very long document is also the
+one that holds as many other long ones as it can. From some round on, all documents may be dealt to rounds of about one height
+instead (dealing.py): estimates say from which one on, and to how many. The last rounds hold what the others left.
 
-rounds.py says how a round of a given height is filled. The height is the one at which the round does the most work in the time
-that it takes: never below the least time of the longest document left, never above its time on the fewest ranks. So the round
-that must wait for a very long document is also the one that holds as many other long ones as it can. Where that ends late,
-rounds are also filled through windows. Then the last rounds, which hold what the others left, may be replaced by one or two.
-Ranks that a round leaves empty get no micro-batch in it.
-
-Interpreted or compiled (planner/compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a
-division and a comparison, correctly rounded). Nothing is sent.
+Interpreted or compiled (planner/compiled.py); integers decide, and a few numbers in float64, the same on every machine. Nothing
+is sent.
 """
 
 from __future__ import annotations
@@ -22,57 +19,33 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, lower_bound, most_ranks
+from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, most_ranks
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.cost.group_times import PlacementContext, group_time, group_times
+from hf_longctx.planner.cost.group_times import PlacementContext, group_time
 from hf_longctx.planner.placing.bisection import at_least_later
-from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.placing.rank_shares import proportional_shares
-from hf_longctx.planner.placing.rounds import Kept, fill_best_round, lowest_that_holds_all
-from hf_longctx.planner.placing.waiting_documents import Waiting, waiting
-from hf_longctx.planner.plan import StepPlan
-from hf_longctx.planner.topology import FULL, SPLIT, Topology
+from hf_longctx.planner.placing.rounds.dealing import deal
+from hf_longctx.planner.placing.rounds.filling import Kept, fill_best_round, lowest_that_holds_all
+from hf_longctx.planner.placing.rounds.levels import estimated, lowest_height
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, waiting
+from hf_longctx.planner.topology import FULL, Topology
 
-ALL_AT_ONCE = 2**40
-"""No document is so short a share of the capacity."""
-RESERVED_BELOW = (ALL_AT_ONCE, 8, 2)
-"""Documents shorter than these shares of the capacity wait until all others have their rounds, then fill the gaps; the
-best of these plans is taken. Without that, 1000 documents of the GitHub distribution on 64 ranks end 5 % later."""
-RESERVED_TOKENS = 50
-"""Only if they hold a 50th of all tokens: gaps are as large."""
 HALVINGS = 5
 """How often the ratio of neighbouring heights is halved: 33 heights are tried for a round. With 9, rounds of mixed lengths
 end up to 4 % later."""
-WINDOWS = (990, 980, 960)
-"""Per mille of a round's height that groups must take at first (rounds.py), tried where rounds without end late."""
 BESIDE = 4
 """Heights on either side of the best one without a window that are tried with each."""
-WINDOWS_ABOVE = 1025
-"""Thousandths of the lower bound above which windows are tried: with them, planning takes six times as long."""
 LAST = 6
 """Rounds at the end that are tried to be replaced by one or two."""
 LAST_HALVINGS = 4
 """HALVINGS for the first of two last rounds."""
-
-
-def plans_in_rounds(
-    lengths: np.ndarray,
-    tokens: np.ndarray,
-    order: np.ndarray,
-    topology: Topology,
-    cost: CostModel,
-    context: PlacementContext,
-) -> Iterator[StepPlan]:
-    """Yield a plan in rounds, and then perhaps a better one, which takes several times as long to find.
-
-    Args:
-        lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
-        order: int64 [documents]: their indices in the global batch.
-    """
-    bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
-    for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, context):
-        yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
+COUNTS = 3
+"""Numbers of rounds to which the same documents may be dealt: the fewest that hold them, and those above."""
+FEW_ROUNDS, FEW_HALVINGS = 4, 3
+"""Up to so many rounds, more heights are looked at; HALVINGS for them."""
+DEALT = 6
+"""Most estimates, the lowest first, of which documents are dealt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,57 +62,7 @@ class Rounds:
     makespan: int
 
 
-def best_rounds(
-    lengths: np.ndarray,
-    footprints: np.ndarray,
-    bound: int,
-    reserved_below: Sequence[int],
-    windows: Sequence[int],
-    topology: Topology,
-    cost: CostModel,
-    context: PlacementContext,
-) -> Rounds:
-    """Return the last, which is the best, of `rounds_tried`."""
-    *_, best = rounds_tried(lengths, footprints, bound, reserved_below, windows, topology, cost, context)
-    return best
-
-
-def rounds_tried(
-    lengths: np.ndarray,
-    footprints: np.ndarray,
-    bound: int,
-    reserved_below: Sequence[int],
-    windows: Sequence[int],
-    topology: Topology,
-    cost: CostModel,
-    context: PlacementContext,
-) -> Iterator[Rounds]:
-    """Yield the best rounds without windows; then, where those end late and ranks are equal, the better of them and of rounds
-    through windows.
-
-    Args:
-        lengths, footprints: int64 [documents], longest first: tokens that a document counts as, and those that its group must
-            have room for.
-        bound: nanoseconds. Plans that come near are good enough.
-        reserved_below: shares of the capacity, as RESERVED_BELOW.
-        windows: as WINDOWS; they are tried with the best of these shares.
-    """
-    builder = _Builder(lengths, footprints, topology, cost, context)
-    tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
-    # Lengths fall, their negatives ascend: the first document that is no longer than the share. None is, of ALL_AT_ONCE.
-    stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
-    # Where documents from there on hold little, or are all, nothing waits; equal stops make one plan.
-    few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
-    stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
-    tried = {stop: builder.rounds(stop, ()) for stop in dict.fromkeys(stops)}
-    best_stop = min(tried, key=lambda stop: tried[stop].makespan)
-    best = tried[best_stop]
-    yield best
-    if windows and context.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
-        yield min(best, builder.rounds(best_stop, windows), key=lambda rounds: rounds.makespan)
-
-
-class _Builder:
+class RoundsBuilder:
     """Documents, longest first, and the rounds that they have so far."""
 
     def __init__(
@@ -192,11 +115,24 @@ class _Builder:
                     self._first_rank,
                     self._size,
                 )
+        filled = self._places()
         self._replace_last()
+        replaced = self._places()
+        self._put(filled)
+        if self._deal_last():
+            self._replace_last()
+        if sum(self._times) >= sum(replaced[-1]):
+            self._put(replaced)
         holder, size = self._first_rank.copy(), np.maximum(self._size, 1)
         in_gap = self._size < 1  # written down as the distance of its rank from the first of the micro-batch
         holder[in_gap] -= self._size[in_gap]
         return Rounds(self._round.copy(), self._first_rank.copy(), size, holder, sum(self._times))
+
+    def _places(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]:
+        return self._round.copy(), self._first_rank.copy(), self._size.copy(), self._times.copy()
+
+    def _put(self, places: tuple[np.ndarray, np.ndarray, np.ndarray, list[int]]) -> None:
+        self._round[:], self._first_rank[:], self._size[:], self._times[:] = places
 
     def _waiting(self, undone: np.ndarray) -> Waiting:
         return waiting(*(column[undone] for column in self._columns))
@@ -230,6 +166,59 @@ class _Builder:
         self._size[done] = sizes[placed]
         self._times.append(end)
         return undone[~placed]
+
+    def _deal_last(self) -> bool:
+        """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
+        sooner."""
+        if not self._context.uniform:
+            return False
+        ends = np.append(0, np.cumsum(self._times))
+        soonest: dict[tuple[int, int], tuple[int, int, bool]] = {}
+        kept = 0
+        while kept < len(self._times):
+            for end, *dealt in self._levels(np.flatnonzero(self._round >= kept)):
+                soonest.setdefault((int(ends[kept]) + end, kept), tuple(dealt))
+            kept = max(kept + 1, kept * 3 // 2)
+        best, places = int(ends[-1]), None
+        for (end, kept), (rounds, height, even) in sorted(soonest.items())[:DEALT]:
+            if end >= best:
+                break
+            undone = np.flatnonzero(self._round >= kept)
+            columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
+            times = deal(rounds, height, even, self._waiting(undone), self._context, *columns)
+            if len(times) and int(ends[kept]) + int(times.sum()) < best:
+                best, places = int(ends[kept]) + int(times.sum()), (kept, undone, columns, times.tolist())
+        if places is None:
+            return False
+        kept, undone, (round, first_rank, size), times = places
+        self._round[undone], self._first_rank[undone], self._size[undone] = round + kept, first_rank, size
+        self._times[kept:] = times
+        return True
+
+    def _levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield when rounds of about one height of these documents would end, about, and how many rounds, of which height, and
+        whether groups share nodes evenly."""
+        documents, context = self._waiting(undone), self._context
+        _, footprints, own, alone, *_ = self._columns
+        low, *_, high = self._heights(undone[0], FEW_HALVINGS).tolist()
+        whole = undone[footprints[undone] <= context.capacity][:1]
+        fewest = -(-int(own[undone].sum()) // self._topology.tokens)
+        for even in (False, True) if context.node < self._topology.world_size else (False,):
+            found = 0
+            for rounds in range(fewest, 2 * fewest + FEW_ROUNDS):
+                height = int(lowest_height(rounds, low, high, even, documents, context))
+                if not height:
+                    continue
+                heights = [height, *(max(height, int(time) + context.micro_batch) for time in alone[whole])]
+                if rounds <= FEW_ROUNDS:
+                    heights += [more for more in self._heights(undone[0], FEW_HALVINGS).tolist() if more > height]
+                for tried in dict.fromkeys(heights):
+                    end = estimated(rounds, tried, even, documents, context)[1]
+                    if end < math.inf:
+                        yield int(end), rounds, tried, even
+                found += 1
+                if found == COUNTS:
+                    break
 
     def _replace_last(self) -> None:
         """Put the documents of the last rounds into one, or two, where that ends sooner: rounds that are filled as well as can be
@@ -350,49 +339,3 @@ def _fill_gaps(
                 round_of[i], first_rank[i] = slot // world_size, starts[slot]
                 size[i] = starts[slot] - rank
             break  # placed; or, on equal ranks, too long for any other gap as well
-
-
-def _build(
-    lengths: np.ndarray,
-    tokens: np.ndarray,
-    order: np.ndarray,
-    rounds: Rounds,
-    bound: int,
-    topology: Topology,
-    cost: CostModel,
-    context: PlacementContext,
-) -> StepPlan:
-    """Documents whose micro-batch begins on the same rank in the same round share it."""
-    places, micro_batch = np.unique(rounds.round * topology.world_size + rounds.first_rank, return_inverse=True)
-    split = rounds.size > 1
-    members = np.ones(len(places), np.int64)
-    members[micro_batch[split]] = rounds.size[split]
-    first_member = np.concatenate([[0], np.cumsum(members)])
-    begins = places % topology.world_size
-    # Ranks of one micro-batch after the other: 3 from rank 3 on, then 1 from rank 0 on, are [3, 3, 3, -3] + [0, 1, 2, 3].
-    rank = np.repeat(begins - first_member[:-1], members) + np.arange(first_member[-1])
-
-    # A member is as long busy as its share of a split document and its whole documents take; the slowest counts.
-    member = first_member[micro_batch] + rounds.holder - begins[micro_batch]
-    whole_times = sums(member[~split], cost.time(lengths[~split], 1), len(rank))
-    shared = np.full(len(places), cost.micro_batch_ns)
-    shared[micro_batch[split]] = group_times(lengths[split], rounds.first_rank[split], rounds.size[split], context)
-    alone = np.repeat(members == 1, members)
-    times = np.repeat(shared, members) + whole_times
-    own = -(-whole_times * FULL // topology.speeds[rank])
-    times = np.where(alone, -(-times * FULL // topology.speeds[rank]), np.repeat(shared, members) + own)
-    document = np.lexsort([order, micro_batch])
-    return StepPlan(
-        topology=topology,
-        first_member=first_member,
-        rank=rank,
-        first_document=np.searchsorted(micro_batch[document], np.arange(len(places) + 1)),
-        doc=order[document],
-        length=tokens[document],
-        holder=np.where(split, SPLIT, rounds.holder)[document],
-        cost=np.maximum.reduceat(times, first_member[:-1]),
-        lower_bound=bound,
-        offload=np.zeros(len(places), np.int64),
-        round=places // topology.world_size,
-        mode="lockstep",
-    )

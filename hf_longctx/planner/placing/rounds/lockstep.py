@@ -1,0 +1,151 @@
+"""Lockstep: every rank runs the same number of rounds, and each round costs its slowest rank.
+
+ZeRO-2, ZeRO-3 and expert parallelism need this: their collectives make all ranks meet in every micro-batch.
+
+A round of a given height is filled as filling.py says, and rounds follow each other as builder.py says. Where that ends late,
+rounds are also filled through windows. Ranks that a round leaves empty get no micro-batch in it.
+
+Interpreted or compiled (planner/compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a
+division and a comparison, correctly rounded). Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from hf_longctx.planner.bound import lower_bound
+from hf_longctx.planner.cost.cost_model import CostModel
+from hf_longctx.planner.cost.group_times import PlacementContext, group_times
+from hf_longctx.planner.placing.packing import sums
+from hf_longctx.planner.placing.rounds.builder import Rounds, RoundsBuilder
+from hf_longctx.planner.plan import StepPlan
+from hf_longctx.planner.topology import FULL, SPLIT, Topology
+
+ALL_AT_ONCE = 2**40
+"""No document is so short a share of the capacity."""
+RESERVED_BELOW = (ALL_AT_ONCE, 8, 2)
+"""Documents shorter than these shares of the capacity wait until all others have their rounds, then fill the gaps; the
+best of these plans is taken. Without that, 1000 documents of the GitHub distribution on 64 ranks end 5 % later."""
+RESERVED_TOKENS = 50
+"""Only if they hold a 50th of all tokens: gaps are as large."""
+WINDOWS = (990, 980, 960)
+"""Per mille of a round's height that groups must take at first (filling.py), tried where rounds without end late."""
+WINDOWS_ABOVE = 1025
+"""Thousandths of the lower bound above which windows are tried: with them, planning takes six times as long."""
+
+
+def plans_in_rounds(
+    lengths: np.ndarray,
+    tokens: np.ndarray,
+    order: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    context: PlacementContext,
+) -> Iterator[StepPlan]:
+    """Yield a plan in rounds, and then perhaps a better one, which takes several times as long to find.
+
+    Args:
+        lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
+        order: int64 [documents]: their indices in the global batch.
+    """
+    bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
+    for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, context):
+        yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
+
+
+def best_rounds(
+    lengths: np.ndarray,
+    footprints: np.ndarray,
+    bound: int,
+    reserved_below: Sequence[int],
+    windows: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    context: PlacementContext,
+) -> Rounds:
+    """Return the last, which is the best, of `rounds_tried`."""
+    *_, best = rounds_tried(lengths, footprints, bound, reserved_below, windows, topology, cost, context)
+    return best
+
+
+def rounds_tried(
+    lengths: np.ndarray,
+    footprints: np.ndarray,
+    bound: int,
+    reserved_below: Sequence[int],
+    windows: Sequence[int],
+    topology: Topology,
+    cost: CostModel,
+    context: PlacementContext,
+) -> Iterator[Rounds]:
+    """Yield the best rounds without windows; then, where those end late and ranks are equal, the better of them and of rounds
+    through windows.
+
+    Args:
+        lengths, footprints: int64 [documents], longest first: tokens that a document counts as, and those that its group must
+            have room for.
+        bound: nanoseconds. Plans that come near are good enough.
+        reserved_below: shares of the capacity, as RESERVED_BELOW.
+        windows: as WINDOWS; they are tried with the best of these shares.
+    """
+    builder = RoundsBuilder(lengths, footprints, topology, cost, context)
+    tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
+    # Lengths fall, their negatives ascend: the first document that is no longer than the share. None is, of ALL_AT_ONCE.
+    stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
+    # Where documents from there on hold little, or are all, nothing waits; equal stops make one plan.
+    few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
+    stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
+    tried = {stop: builder.rounds(stop, ()) for stop in dict.fromkeys(stops)}
+    best_stop = min(tried, key=lambda stop: tried[stop].makespan)
+    best = tried[best_stop]
+    yield best
+    if windows and context.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
+        yield min(best, builder.rounds(best_stop, windows), key=lambda rounds: rounds.makespan)
+
+
+def _build(
+    lengths: np.ndarray,
+    tokens: np.ndarray,
+    order: np.ndarray,
+    rounds: Rounds,
+    bound: int,
+    topology: Topology,
+    cost: CostModel,
+    context: PlacementContext,
+) -> StepPlan:
+    """Documents whose micro-batch begins on the same rank in the same round share it."""
+    places, micro_batch = np.unique(rounds.round * topology.world_size + rounds.first_rank, return_inverse=True)
+    split = rounds.size > 1
+    members = np.ones(len(places), np.int64)
+    members[micro_batch[split]] = rounds.size[split]
+    first_member = np.concatenate([[0], np.cumsum(members)])
+    begins = places % topology.world_size
+    # Ranks of one micro-batch after the other: 3 from rank 3 on, then 1 from rank 0 on, are [3, 3, 3, -3] + [0, 1, 2, 3].
+    rank = np.repeat(begins - first_member[:-1], members) + np.arange(first_member[-1])
+
+    # A member is as long busy as its share of a split document and its whole documents take; the slowest counts.
+    member = first_member[micro_batch] + rounds.holder - begins[micro_batch]
+    whole_times = sums(member[~split], cost.time(lengths[~split], 1), len(rank))
+    shared = np.full(len(places), cost.micro_batch_ns)
+    shared[micro_batch[split]] = group_times(lengths[split], rounds.first_rank[split], rounds.size[split], context)
+    alone = np.repeat(members == 1, members)
+    times = np.repeat(shared, members) + whole_times
+    own = -(-whole_times * FULL // topology.speeds[rank])
+    times = np.where(alone, -(-times * FULL // topology.speeds[rank]), np.repeat(shared, members) + own)
+    document = np.lexsort([order, micro_batch])
+    return StepPlan(
+        topology=topology,
+        first_member=first_member,
+        rank=rank,
+        first_document=np.searchsorted(micro_batch[document], np.arange(len(places) + 1)),
+        doc=order[document],
+        length=tokens[document],
+        holder=np.where(split, SPLIT, rounds.holder)[document],
+        cost=np.maximum.reduceat(times, first_member[:-1]),
+        lower_bound=bound,
+        offload=np.zeros(len(places), np.int64),
+        round=places // topology.world_size,
+        mode="lockstep",
+    )
