@@ -43,6 +43,8 @@ WORK_IN_UNITS = 2**57
 """Units of all documents together at most, where nanoseconds are too fine: targets of 16 times the lower bound still fit."""
 DOCUMENT_IN_UNITS = 2**51
 """Units of one document at most: floats count them one by one."""
+ROUNDED = 1e-12
+"""A share that is more than a product of three floats loses."""
 
 
 def lower_bound(
@@ -70,15 +72,17 @@ def lower_bound(
     speed = int(topology.speeds.sum())
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
     whole = bound_of_whole(cost.time(lengths, 1), tokens, topology, cost, mode) if topology.stay_whole else 1
+    shared = (int(work.sum()) + packing) * FULL // speed
     if mode == "lockstep":
-        launched = work + cost.micro_batch_ns * tokens // int(topology.capacities.max())
+        # In floats, as the product may exceed 64 bits, and a little less, as they round.
+        launches = cost.micro_batch_ns * (tokens / int(topology.capacities.max())) * (1 - ROUNDED)
+        launched = work + launches.astype(np.int64)
 
         def least(some: np.ndarray) -> np.ndarray:
             # As if they had no more tokens than they count as: none before them takes less then.
             return best_times(some, topology.fewest_ranks(some), topology, cost)
 
-        return max(bound_of_rounds(lengths, tokens, launched, topology.tokens, speed, least), whole)
-    shared = (int(work.sum()) + packing) * FULL // speed
+        return max(bound_of_rounds(lengths, tokens, launched, topology.tokens, speed, least), shared, whole)
     if mode == "pipeline":
         launches = cost.document_ns + cost.micro_batch_ns
         in_chunks = topology.uniform and not topology.stay_whole

@@ -68,7 +68,10 @@ def smallest_group(
     fewest = max(_fewest_from(first, most, footprint, context), 1)
     size = _fewest_in_time(length, fewest, best, first, most, limit, likely, context)
     if 2 * size > len(context.speeds) and not context.uniform:  # nothing else will find as much room beside it
-        size = _busiest(length, size, min(most, max(best, fewest), length), first, context)
+        busiest = _busiest(length, size, min(most, max(best, fewest), length), first, context)
+        rounded = _in_whole_nodes(length, busiest, fewest, best, first, most, limit, context)
+        if rounded > 0:
+            return rounded
     return _in_whole_nodes(length, size, fewest, best, first, most, limit, context)
 
 

@@ -5,28 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.planner import GPU, CostModel, Topology, plan_step
-from hf_longctx.planner.bound import best_sizes
+from hf_longctx.planner import CostModel, Topology, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time, placement_context
-from hf_longctx.planner.placing.rounds import lockstep
+from hf_longctx.planner.placing.rounds import builder
 from hf_longctx.planner.placing.rounds.filling import fill_best_round, lowest_that_holds_all, stack
 from hf_longctx.planner.placing.rounds.gaps import give_all_back, nothing_taken, take
 from hf_longctx.planner.placing.rounds.lockstep import ALL_AT_ONCE, WINDOWS, best_rounds
-from hf_longctx.planner.placing.rounds.waiting_documents import waiting
 from hf_longctx.simulator.lengths import draw
-from tests.builders.plans.random_plans import MISTRAL_7B
-
-COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
-
-
-def documents_of(lengths: np.ndarray, topology: Topology):
-    """Documents that wait, longest first, and the context of their ranks."""
-    lengths = np.sort(lengths)[::-1].copy()
-    fewest = topology.fewest_ranks(lengths)
-    best = best_sizes(lengths, fewest, topology.world_size, COST.coefficients)
-    alone, shared = COST.work(lengths, 1), COST.work(lengths, fewest)
-    return waiting(lengths, lengths, lengths, alone, shared, best), placement_context(topology, COST)
+from tests.builders.plans.waiting_documents import COST, documents_of
 
 
 def filled(documents, context, heights, windows=()) -> tuple[int, np.ndarray, np.ndarray, np.ndarray]:
@@ -175,14 +162,26 @@ def test_the_last_rounds_are_put_together(documents, ceiling):
 
 
 def test_replacing_the_last_rounds_gains_and_never_loses(monkeypatch):
-    """Rounds that do most work per time may leave too little for full ones after them."""
+    """Rounds that do most work per time may leave too little for full ones after them; on equal ranks, dealing makes up for it."""
     rng = np.random.default_rng(0)
     steps = [np.clip(rng.lognormal(8, 1.2, rng.integers(6, 40)), 1, 60_000).astype(np.int64) for _ in range(12)]
+    topology = Topology(11, 8192, 8, speed=(1000,) * 8 + (800,) * 3)
     makespans = []
-    for last in (0, lockstep.LAST):
-        monkeypatch.setattr(lockstep, "LAST", last)
-        plans = [plan_step(lengths, Topology(11, 8192, 8), COST, "lockstep") for lengths in steps]
+    for last in (0, builder.LAST):
+        monkeypatch.setattr(builder, "LAST", last)
+        plans = [plan_step(lengths, topology, COST, "lockstep") for lengths in steps]
         makespans.append([plan.timeline().makespan / plan.lower_bound for plan in plans])
     without, replaced = np.array(makespans)
     assert (replaced <= without + 1e-3).all()
     assert replaced.mean() < 0.995 * without.mean()
+
+
+def test_a_document_for_most_unequal_ranks_stays_on_the_fewest_where_whole_nodes_are_too_slow():
+    """Nine ranks in an order of nodes of 4: it ends soonest on 6, which would be rounded up to 8, and then ends too late."""
+    memory = (250, 250, 1000, 1600, *[250] * 5)
+    topology = Topology(9, 40, speed=(250, 250, 1600, 500, 250, 500, 730, 730, 814), memory=memory)
+    cost = CostModel(
+        linear_ps=185 * 10**6, inside_ps=3 * 10**6, message_ns=16 * 10**6, ranks_per_node=9, attention_ps=4681
+    )
+    plan = plan_step(np.array([90]), topology, cost, "lockstep")
+    plan.check(np.array([90]))
