@@ -66,11 +66,6 @@ HALVINGS = 40
 class Scale(Protocol):
     """A dual feasible function."""
 
-    @property
-    def flat(self) -> bool:
-        """Whether it is constant between few steps."""
-        ...
-
     def __call__(self, share: np.ndarray) -> np.ndarray:
         """Scale float64 shares, 0 to 1."""
         ...
@@ -79,8 +74,6 @@ class Scale(Protocol):
 @dataclass(frozen=True)
 class Identity:
     """f(x) = x."""
-
-    flat: bool = False
 
     def __call__(self, share: np.ndarray) -> np.ndarray:
         """Return the shares."""
@@ -92,7 +85,6 @@ class Staircase:
     """staircase(k) of the module's docstring."""
 
     k: int
-    flat: bool = True
 
     def __call__(self, share: np.ndarray) -> np.ndarray:
         """Scale."""
@@ -106,11 +98,6 @@ class Middle:
     """middle(e) of the module's docstring; an edge itself counts as the lesser side of it."""
 
     edge: float
-
-    @property
-    def flat(self) -> bool:
-        """Whether nothing lies between the edges."""
-        return self.edge == 1 / 2
 
     def __call__(self, share: np.ndarray) -> np.ndarray:
         """Scale."""
@@ -145,6 +132,20 @@ def box_bound(
     return max(least, int(low) << bits)
 
 
+@dataclass(frozen=True)
+class _Widths:
+    """Widths of boxes by every scale f, one scale after the other, and in each, one class after the other."""
+
+    width: np.ndarray
+    """float64 [all different widths of the boxes of a class]"""
+    box: np.ndarray
+    """int64, as `width`: the quickest box that is so wide."""
+    begin: np.ndarray
+    """int64 [scales * classes]: where the widths of each scale and class begin."""
+    nodes: list[float]
+    """[scales]: what all ranks count as."""
+
+
 class _Boxes:
     """The documents of a step as boxes of ranks and time, of which each can be had in several sizes."""
 
@@ -160,19 +161,26 @@ class _Boxes:
             most = best_sizes(self.lengths, fewest, self.ranks, cost.coefficients)
         widest = np.minimum(-(-most // self.node) * self.node, self.ranks)  # on whole nodes, though slower
         first, last = _size_ranges(int(fewest.min()), int(widest.max()))
-        self.first = first
-        self.share = first / self.ranks
-        """Of all ranks, [sizes]: groups from `first` to `last` ranks count as of `first`, and take the time of `last`."""
         column = self.lengths[:, None]
         smallest, largest = (np.clip(sizes, fewest[:, None], most[:, None]) for sizes in (first, last))
         if topology.uniform:
-            self.time = cost.time(column, largest).astype(np.float64)
+            time = cost.time(column, largest).astype(np.float64)
         else:
-            self.time = cost.work(column, smallest) / column * _slowest(column, largest, topology)
-        self.time[(last < fewest[:, None]) | (first > widest[:, None])] = math.inf
-        self.to_last = self._end_on_last_rank(first, last)
-        """bool [sizes]: whether only groups that end on the last rank have such a size."""
-        self.time[:, ~(self._keep_to_nodes(first, last) | self.to_last)] = math.inf
+            time = cost.work(column, smallest) / column * _slowest(column, largest, topology)
+        time[(last < fewest[:, None]) | (first > widest[:, None])] = math.inf
+        to_last = self._end_on_last_rank(first, last)
+        time[:, ~(self._keep_to_nodes(first, last) | to_last)] = math.inf
+        useful = _useful(time, to_last)
+        document, size = np.nonzero(useful)
+        self.begin = np.flatnonzero(np.append(True, np.diff(document) > 0))
+        """int64 [classes]: the first of its boxes in the arrays that follow."""
+        self.time, self.first = time[useful], first[size]
+        """[boxes]: groups of a range of sizes count as of the first, and take the time of the last."""
+        self.share = self.first / self.ranks
+        """Of all ranks."""
+        self.launched = self.time + np.where(self.first > 1, cost.micro_batch_ns, 0)
+        """With the micro-batch of its own that a split document has."""
+        self.widths = self._widths(document, to_last[size])
         hold_longest = topology.fewest_ranks(longest)
         whole = np.minimum(-(-hold_longest // self.node) * self.node, self.ranks)
         self.on_nodes = np.where(hold_longest > self.node, cost.time(longest, whole) + cost.micro_batch_ns, 0)
@@ -182,8 +190,6 @@ class _Boxes:
         self.across_nodes = np.maximum(fewest // self.node - 1, 0)
         """Whole nodes that such a group has at least, wherever it begins."""
         self.across_work = cost.time(self.lengths, fewest) * fewest / self.ranks
-        self.launched = self.time + np.where(first > 1, cost.micro_batch_ns, 0)
-        """With the micro-batch of its own that a split document has."""
 
     def _keep_to_nodes(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """bool [sizes]: whether a range of sizes has one that lies inside a node, or on whole nodes."""
@@ -195,6 +201,29 @@ class _Boxes:
         ends = (rest > 0) & ((last - rest) // self.node * self.node + rest >= first)
         return ends & ~self._keep_to_nodes(first, last)
 
+    def _widths(self, document: np.ndarray, to_last: np.ndarray) -> _Widths:
+        """Scale the widths of all boxes by every f; `document`: int64 [boxes], their classes; `to_last`: bool [boxes], whether
+        they end on the last rank."""
+        last = self.ranks % self.node / self.node
+        times_last = [(f, 1) for f in SCALES]
+        if to_last.any():
+            times_last += [(SCALES[0], times) for times in LAST_NODE]
+        widths, boxes, begins, nodes = [], [], [], []
+        before = 0
+        for f, times in times_last:
+            more = (times - 1) * float(f(np.array(last)))
+            width = self.first // self.node + f(self.first % self.node / self.node) + more * to_last
+            differs = (np.diff(document) > 0) | (width[1:] != width[:-1])
+            alike = np.append(0, np.cumsum(differs))
+            # Of boxes of a class that count alike, the quickest is so for every end and g: they keep the order of times.
+            quickest = np.lexsort((self.launched, alike))[np.flatnonzero(np.append(True, differs))]
+            widths.append(width[quickest])
+            boxes.append(quickest)
+            begins.append(before + alike[self.begin])
+            before += len(quickest)
+            nodes.append(float(self.ranks // self.node + f(np.array(last))) + more)
+        return _Widths(np.concatenate(widths), np.concatenate(boxes), np.concatenate(begins), nodes)
+
     @np.errstate(invalid="ignore")
     def exceed(self, end: float) -> bool:
         """Whether no plan ends by then, in units of the cost model."""
@@ -202,9 +231,9 @@ class _Boxes:
         in_time = part <= 1
         across = np.where(self.on_nodes > end, self.across / end - 2 * ROUNDING, math.inf)
         across[across > 1] = math.inf
-        if not (in_time.any(axis=1) | np.isfinite(across)).all():
+        if not (np.logical_or.reduceat(in_time, self.begin) | np.isfinite(across)).all():
             return True
-        work = np.where(in_time, self.time / end * self.share, math.inf).min(axis=1)
+        work = np.minimum.reduceat(np.where(in_time, self.time / end * self.share, math.inf), self.begin)
         work = np.minimum(work, np.where(np.isfinite(across), self.across_work / end, math.inf))
         if work @ self.count + self.packing / (end * self.ranks) > 1 + ROUNDING:
             return True
@@ -214,23 +243,26 @@ class _Boxes:
     def _areas(self, part: np.ndarray, across: np.ndarray) -> Iterator[float]:
         """The left side of the module's docstring for every f and g, or less; `part` and `across`: T over the end, infinite where
         above 1."""
-        last = self.ranks % self.node / self.node
-        times_last = [(f, 1) for f in SCALES]
-        if self.to_last.any():
-            times_last += [(SCALES[0], times) for times in LAST_NODE]
-        widths, nodes = [], []
-        for f, times in times_last:
-            more = (times - 1) * float(f(np.array(last)))
-            widths.append(self.first // self.node + f(self.first % self.node / self.node) + more * self.to_last)
-            nodes.append(float(self.ranks // self.node + f(np.array(last))) + more)
-        begins = [np.flatnonzero(np.append(True, width[1:] != width[:-1])) for width in widths]
+        widths = self.widths
         for g in SCALES:
-            parts, parts_across = _scaled(g, part), _scaled(g, across) * self.across_nodes
-            for (f, _), width, begin, count in zip(times_last, widths, begins, nodes):
-                # Of groups that count alike, the quickest.
-                area = width[begin] * np.minimum.reduceat(parts, begin, axis=1) if f.flat else width * parts
-                area = np.fmin(np.fmin.reduce(area, axis=1), parts_across)  # no width times infinity is no number
+            area = widths.width * _scaled(g, part)[widths.box]
+            least = np.fmin.reduceat(area, widths.begin)  # no width times infinity is no number
+            areas = np.fmin(least.reshape(-1, len(self.count)), _scaled(g, across) * self.across_nodes)
+            for area, count in zip(areas, widths.nodes):
                 yield float(area @ self.count) / count
+
+
+def _useful(time: np.ndarray, to_last: np.ndarray) -> np.ndarray:
+    """bool [classes, sizes]: whether no smaller group of the class ends as soon, of those that need not end on the last rank.
+
+    Where a smaller one does, the larger counts as no less by any scale: no bound changes without it, and a hundredth of the boxes
+    is left. Of a class that has no time at all, one is.
+    """
+    soonest = np.minimum.accumulate(np.where(to_last, math.inf, time), axis=1)
+    useful = np.isfinite(time)
+    useful[:, 1:] &= time[:, 1:] < soonest[:, :-1]
+    useful[:, 0] |= ~useful.any(axis=1)
+    return useful
 
 
 def _scaled(g: Scale, part: np.ndarray) -> np.ndarray:

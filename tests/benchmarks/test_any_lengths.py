@@ -4,6 +4,7 @@ The search itself runs here on few ranks, with the limits that today's planner k
 to.
 """
 
+import math
 import sys
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -175,6 +176,28 @@ def test_scales_never_sum_to_more_than_one():
                 for whole in (1.0, 0.75, 5 / 16, 0.1):  # nor of what a last node has of one
                     most = scale(np.array([whole]))
                     assert (scale(whole * shares).sum(axis=1) <= most + 1e-9).all(), (scale, whole)
+
+
+def test_boxes_that_are_left_out_change_no_least_area():
+    from planner_boxes import SCALES, _useful
+
+    rng = np.random.default_rng(0)
+    sizes, node = np.arange(1, 31), 8
+    for _ in range(20):
+        time = rng.permuted(np.linspace(0.05, 1.5, 30))[None, :] * rng.choice([1, math.inf], (4, 30), p=[0.7, 0.3])
+        time[0] = math.inf
+        to_last = (sizes > node) & (rng.random(30) < 0.2)
+        useful = _useful(time, to_last)
+        assert useful.any(axis=1).all()
+        assert useful.sum() < 60
+        part = np.where(time <= 1, time, math.inf)
+        for f in SCALES:
+            for more in (0, 3):
+                width = sizes // node + f(sizes % node / node) + more * to_last
+                for g in SCALES:
+                    finite = np.isfinite(part)
+                    area = np.where(finite, width * g(np.where(finite, part, 0.0)), math.inf)
+                    np.testing.assert_array_equal(np.where(useful, area, math.inf).min(axis=1), area.min(axis=1))
 
 
 @pytest.mark.parametrize("seed", range(0, 42, 7))
