@@ -268,13 +268,20 @@ class StepPlan:
         return replace(self, cost=self.cost << bits, lower_bound=self.lower_bound << bits)
 
     def timeline(self) -> Timeline:
-        """Run the plan on its predicted costs."""
+        """Run the plan on its predicted costs, when first asked; its arrays are read-only."""
+        return self._timeline
+
+    @cached_property
+    def _timeline(self) -> Timeline:
         stages = self.topology.stages if self.mode == "pipeline" else 1
         columns = (self.first_member, self.rank, self.cost, self.round, self.chunks)
         largest = float(self.cost.sum(dtype=np.float64)) * stages
         with planning((len(self.rank) + int(self.chunks.sum())) * stages * SECONDS, largest=largest):
             start, busy, makespan = play_costs(*columns, self.world_size, self.mode == "lockstep", stages)
-        return Timeline(start=start, stop=start + self.cost, rank_busy=busy, makespan=makespan)
+        stop = start + self.cost
+        for array in (start, stop, busy):
+            array.setflags(write=False)
+        return Timeline(start=start, stop=stop, rank_busy=busy, makespan=makespan)
 
     def summary(self) -> PlanSummary:
         """Counts and predicted balance."""

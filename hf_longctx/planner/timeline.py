@@ -59,12 +59,16 @@ def play_costs(
             begin = max(met, left[first_chunk[i]])
             for j in range(first_member[i], first_member[i + 1]):
                 begin = max(begin, free[rank[j]])
-            stop = begin
-            base, rest = cost[i] // chunks[i], cost[i] % chunks[i]
-            for chunk in range(chunks[i]):
-                stop = max(stop, left[first_chunk[i] + chunk])
-                stop += base + rest * (chunk + 1) // chunks[i] - rest * chunk // chunks[i]
-                left[first_chunk[i] + chunk] = stop
+            if chunks[i] == 1:  # nearly all of them: without divisions
+                stop = begin + cost[i]
+                left[first_chunk[i]] = stop
+            else:
+                stop = begin
+                base, rest = cost[i] // chunks[i], cost[i] % chunks[i]
+                for chunk in range(chunks[i]):
+                    stop = max(stop, left[first_chunk[i] + chunk])
+                    stop += base + rest * (chunk + 1) // chunks[i] - rest * chunk // chunks[i]
+                    left[first_chunk[i] + chunk] = stop
             for j in range(first_member[i], first_member[i + 1]):
                 free[rank[j]] = stop
             end = max(end, stop)

@@ -81,6 +81,16 @@ def test_timelines_by_hand(changes, start, stop, makespan):
     assert plan.summary().idle_share == pytest.approx(1 - timeline.rank_busy.sum() / (2 * makespan))
 
 
+def test_a_timeline_is_played_once_and_cannot_be_written_to():
+    plan = example()
+    timeline = plan.timeline()
+    assert plan.timeline() is timeline
+    for column in (timeline.start, timeline.stop, timeline.rank_busy):
+        with pytest.raises(ValueError, match="read-only"):
+            column[0] = 1
+    assert replace(plan, cost=plan.cost * 2).timeline().makespan == 2 * timeline.makespan
+
+
 def test_several_documents_split_over_the_same_ranks_are_dealt_out_evenly():
     plan = example(topology=Topology(2, 5), first_member=[0, 2], rank=[0, 1], first_document=[0, 3], holder=[-1, -1, 1])
     plan = replace(plan, length=np.array([3, 5, 1]), cost=np.array([9]), offload=np.array([0]), round=np.array([0]))
