@@ -11,7 +11,7 @@ Unpacked, every document is a pack of its own. So NeMo Automodel trains Qwen3-32
 128 GPUs, groups of 16, one document in a micro-batch of a group. It deals documents as its sampler draws them; longest first, as
 here, is kinder to it.
 
-Every key and value goes once around the group's ring, whoever needs it (CostModel.ring_time). Here, nothing is sent.
+Every key and value goes once around the group's ring, whoever needs it (CostModel.ring_times). Here, nothing is sent.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def context_degree(context: int, topology: Topology) -> int:
 def pack_times(by_pack: list[np.ndarray], ranks: np.ndarray, step: Step) -> np.ndarray:
     """int64 [packs], nanoseconds of each on so many ranks (int64 [packs]); `by_pack`: lengths of each, which descend.
 
-    ring_time lets one document's attention hide another's ring, and rounds down, while the lower bound has each document
+    ring_times lets one document's attention hide another's ring, and rounds down, while the lower bound has each document
     wait for its own exchange: less than the bound counts must not come out.
     """
     cost, lengths = step.cost, np.concatenate(by_pack)
@@ -97,6 +97,4 @@ def pack_times(by_pack: list[np.ndarray], ranks: np.ndarray, step: Step) -> np.n
     least = -(-np.add.reduceat(cost.work(lengths, step.topology.fewest_ranks(lengths)), begins) // ranks)
     shared = np.maximum(least, cost.time(lengths[begins], ranks))
     times = np.where(ranks == 1, whole, shared) + cost.micro_batch_ns
-    for i in np.flatnonzero(ranks > 1).tolist():
-        times[i] = max(int(times[i]), cost.ring_time(by_pack[i], int(ranks[i])))
-    return times
+    return np.where(ranks == 1, times, np.maximum(times, cost.ring_times(lengths, begins, ranks)))

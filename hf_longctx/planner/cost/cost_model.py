@@ -268,27 +268,41 @@ class CostModel:
 
         A ring over several nodes is as slow as its slowest link, between nodes. Attention hides the ring or is hidden.
         """
-        tokens = int(lengths.sum())
+        return int(self.ring_times(lengths, np.zeros(1, np.int64), np.array([ranks]))[0])
+
+    def ring_times(self, lengths: np.ndarray, begins: np.ndarray, ranks: np.ndarray) -> np.ndarray:
+        """`ring_time` of many micro-batches, int64.
+
+        Args:
+            lengths: int64 [documents], tokens, one micro-batch after the other.
+            begins, ranks: int64 [micro-batches]: the first document of each, and its ranks.
+        """
+        # As Python's integers, which products of tokens and picoseconds may need.
+        tokens = np.add.reduceat(lengths, begins).astype(object)
+        count = np.diff(begins, append=len(lengths)).astype(object)
+        several_nodes = ranks > (self.ranks_per_node or UNLIMITED)
+        link_ps = np.where(several_nodes, max(self.inside_ps, self.between_ps), self.inside_ps).astype(object)
+        ranks = ranks.astype(object)
         # s^2 and half*s of every document; a rank has 1/ranks of the pairs, and pieces of s/ranks tokens.
         reach, both_ps = np.minimum(lengths, self.window or UNLIMITED), self.attention_ps + self.windowed_ps
-        several_nodes = self.ranks_per_node is not None and ranks > self.ranks_per_node
-        link_ps = max(self.inside_ps, self.between_ps) if several_nodes else self.inside_ps
         if self.unit_bits:
             unit = PS_PER_NS << self.unit_bits
             squares = float(self.attention_ps) * lengths * lengths
             squares += float(self.windowed_ps) * reach * (2 * lengths - reach)
-            pairs = int((squares / unit).astype(np.int64).sum()) // ranks
+            pairs = np.add.reduceat((squares / unit).astype(np.int64), begins).astype(object) // ranks
             attention = pairs + both_ps * self.attention_half_tokens * tokens // unit
             ring = (link_ps * tokens + self.message_ns * PS_PER_NS * ranks) * (ranks - 1) // (unit * ranks)
             linear = -(-self.linear_ps * tokens // (unit * ranks))
         else:
             squares = self.attention_ps * lengths // PS_PER_NS * lengths
             squares += self.windowed_ps * reach // PS_PER_NS * (2 * lengths - reach)
-            attention = int(squares.sum()) // ranks + both_ps * self.attention_half_tokens // PS_PER_NS * tokens
+            pairs = np.add.reduceat(squares, begins).astype(object) // ranks
+            attention = pairs + both_ps * self.attention_half_tokens // PS_PER_NS * tokens
             ring = (link_ps * tokens // PS_PER_NS // ranks + self.message_ns) * (ranks - 1)
             linear = -(-self.linear_ps * tokens // PS_PER_NS // ranks)
-        states = len(lengths) * (-(-self.state_ns * (ranks - 1) >> (self.unit_bits or 0)))
-        return self.micro_batch_ns + len(lengths) * self.document_ns + linear + states + max(attention, ring)
+        states = count * (-(-self.state_ns * (ranks - 1) // 2 ** (self.unit_bits or 0)))
+        times = self.micro_batch_ns + count * self.document_ns + linear + states + np.maximum(attention, ring)
+        return times.astype(np.int64)
 
     def scaled(self, attention: float = 1.0, linear: float = 1.0, exchange: float = 1.0) -> CostModel:
         """The same model with its parts so many times as slow: `linear` includes what documents and micro-batches cost."""
