@@ -11,7 +11,7 @@ below lie in placing/, but for bound.py.
    that are free first get the longest document that fits there (niches.py); or only those up to the last that needs more than a
    node have blocks or windows of nodes (windows.py), and each node's ranks are divided among the others (bisection.py); on few
    ranks also any ranks that are free first (least_loaded.py). Where all of these end late, and documents are many, rounds of
-   them for which nobody waits (rounds.py). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
+   them for which nobody waits (rounds/). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
@@ -22,7 +22,8 @@ below lie in placing/, but for bound.py.
 Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
 
 Mode `pipeline` differs in that the first micro-batch of a rank counts `stages` times (the others follow it through the
-stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in lockstep.py.
+stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in
+rounds/lockstep.py.
 
 Groups have one order, that in which they were placed or begin, and every rank meets its groups in it: no deadlock. Costs are
 integers and ties are broken the same way everywhere, so every rank computes the same plan from lengths and labels alone. Nothing

@@ -7,7 +7,7 @@ Large are documents that may be split: those that some rank cannot hold, and tho
 - blocks, or windows of whole nodes (windows.py), for what needs more than a node, and each node divided among the others
   (bisection.py);
 - any ranks that are free first, where there are few (least_loaded.py);
-- rounds (rounds.py) that nobody waits for.
+- rounds (rounds/lockstep.py) that nobody waits for.
 
 All other documents stay whole and go to the ranks that are done first (packing.py). Nothing is sent.
 """

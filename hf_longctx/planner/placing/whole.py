@@ -10,7 +10,7 @@
    the long documents: longest first, each goes to the first rank that still ends before a target, and the lowest target that
    is met counts. Packs are even.
 3. In mode `lockstep` a round costs its slowest rank, so micro-batches of nearly the same time share one. They are filled as
-   lockstep.py does, where no group may have a second rank; and by first fit, sorted by time and dealt to the ranks, the longest
+   rounds/lockstep.py does, where no group may have a second rank; and by first fit, sorted by time and dealt to the ranks, the longest
    to the fastest, those first that few ranks have memory for. The better one is taken. Alone and on equal ranks, this is the
    best there is.
 
@@ -116,7 +116,7 @@ class _Whole:
         least = int(self.topology.capacities.min())
         if int(self.tokens.max()) > least:
             return plan
-        # As if all ranks held as little as the one that holds least: rounds.py takes ranks as they come.
+        # As if all ranks held as little as the one that holds least: rounds/filling.py takes ranks as they come.
         topology = replace(self.topology, capacity=least, memory=None)
         context = placement_context(topology, self.cost)
         rounds = best_rounds(
