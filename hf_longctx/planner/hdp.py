@@ -22,8 +22,7 @@ below lie in placing/, but for bound.py.
 Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
 
 Mode `pipeline` differs in that the first micro-batch of a rank counts `stages` times (the others follow it through the
-stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in
-rounds/lockstep.py.
+stages, and the pipeline empties at the end), and packs are even. Mode `lockstep` is in rounds/lockstep.py.
 
 Groups have one order, that in which they were placed or begin, and every rank meets its groups in it: no deadlock. Costs are
 integers and ties are broken the same way everywhere, so every rank computes the same plan from lengths and labels alone. Nothing

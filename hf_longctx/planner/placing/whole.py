@@ -10,9 +10,9 @@
    the long documents: longest first, each goes to the first rank that still ends before a target, and the lowest target that
    is met counts. Packs are even.
 3. In mode `lockstep` a round costs its slowest rank, so micro-batches of nearly the same time share one. They are filled as
-   rounds/lockstep.py does, where no group may have a second rank; and by first fit, sorted by time and dealt to the ranks, the longest
-   to the fastest, those first that few ranks have memory for. The better one is taken. Alone and on equal ranks, this is the
-   best there is.
+   rounds/lockstep.py does, where no group may have a second rank; and by first fit, sorted by time and dealt to the ranks, the
+   longest to the fastest, those first that few ranks have memory for. The better one is taken. Alone and on equal ranks, this is
+   the best there is.
 
 Costs are integers; where documents are exchanged, products and quotients of floats decide, the same on every machine. Nothing is
 sent.
