@@ -13,15 +13,15 @@ from hf_longctx.planner.compiled import planned
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.topology import FULL, Topology
 
-PER_DOCUMENT = {"async": 1e-4, "lockstep": 4e-4, "pipeline": 4e-4}
+PER_DOCUMENT = {"async": 1e-4, "lockstep": 8e-4, "pipeline": 4e-4}
 """Seconds of a core that each document takes, interpreted: 1,000 lognormal ones with a Pareto tail on 64 ranks of 8,192 tokens
 took 0.05 s in mode "async" and 0.27 in mode "pipeline" (4 stages), with all that a step asks of its plan (measured by
 benchmarks/cold_plan.py on two cores of a Xeon). What else takes long, such as unequal ranks, is noticed when it does."""
 PER_RANK = 2e-5
 """The same for each rank, in any mode."""
 PER_ROUND = 5e-7
-"""Mode "lockstep": the same for each document and full round. 1,000 documents took 0.3 to 0.5 s on 1 to 64 ranks, in 118 rounds
-and in 24, and 0.8 on 256; 4,000 took 0.7 to 1.9 s on 2 to 64 ranks (on an EPYC). Too high an estimate costs most of a minute of
+"""Mode "lockstep": the same for each document and full round. 1,000 documents took 0.2 to 1.4 s on 4 to 64 ranks; 4,000 took 1.7
+s on 64 ranks (on an EPYC). Too high an estimate costs most of a minute of
 compiling, too low a one LONGEST_INTERPRETED."""
 COMPILING = 50.0
 """Seconds of a core that compiling takes for plans of all modes, half of it for what they share (54 on an EPYC)."""

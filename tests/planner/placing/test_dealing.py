@@ -73,7 +73,7 @@ def test_documents_without_room_are_not_dealt():
     height = 100 * int(documents.alone[0]) + 100 * COST.micro_batch_ns
     with planning(0):
         assert fewest_ranks_of_whole(0, documents, context) == 5
-        assert estimated(1, height, False, documents, context)[1] == np.inf
+        assert estimated(1, height, False, True, documents, context)[1] == np.inf
         assert not len(dealt(1, height, False, documents, context)[0])
         assert len(dealt(2, height, False, documents, context)[0]) == 2
 
@@ -96,7 +96,7 @@ def test_rounds_end_when_the_estimate_says(capacity):
     for rounds in range(fewest, 2 * fewest):
         height = int(lowest_height(rounds, low, high + COST.micro_batch_ns, True, documents, context))
         if height:
-            total = estimated(rounds, height, True, documents, context)[1]
+            total = estimated(rounds, height, True, True, documents, context)[1]
             ends = dealt(rounds, height, True, documents, context)[0]
             if len(ends) == rounds:
                 assert ends.sum() == pytest.approx(total, rel=0.03)

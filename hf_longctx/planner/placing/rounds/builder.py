@@ -213,7 +213,7 @@ class RoundsBuilder:
                 if rounds <= FEW_ROUNDS:
                     heights += [more for more in self._heights(undone[0], FEW_HALVINGS).tolist() if more > height]
                 for tried in dict.fromkeys(heights):
-                    end = estimated(rounds, tried, even, documents, context)[1]
+                    end = estimated(rounds, tried, even, True, documents, context)[1]
                     if end < math.inf:
                         yield int(end), rounds, tried, even
                 found += 1

@@ -73,11 +73,11 @@ def lowest_height(
     """The lowest height, `low` to `high`, at which so many rounds have about enough time for all documents; 0 if there is
     none."""
     ranks = float(rounds) * len(context.speeds)
-    if estimated(rounds, high, even, documents, context)[0] > ranks * high:
+    if estimated(rounds, high, even, False, documents, context)[0] > ranks * high:
         return 0
     while high - low > low // PRECISION + 1:
         middle = (low + high) // 2
-        if estimated(rounds, middle, even, documents, context)[0] <= ranks * middle:
+        if estimated(rounds, middle, even, False, documents, context)[0] <= ranks * middle:
             high = middle
         else:
             low = middle
@@ -86,9 +86,10 @@ def lowest_height(
 
 @compiled
 def estimated(
-    rounds: int, height: int, even: bool, documents: Waiting, context: PlacementContext
+    rounds: int, height: int, even: bool, ends: bool, documents: Waiting, context: PlacementContext
 ) -> tuple[float, float]:  # pragma: no cover - compiled
-    """Nanoseconds that all ranks together are busy, and that all rounds take; infinite where ranks or tokens do not suffice."""
+    """Nanoseconds that all ranks together are busy, and, if `ends`, that all rounds take; infinite where ranks or tokens do not
+    suffice."""
     first, last, ranks = np.empty(MOST_PARTS), np.empty(MOST_PARTS), np.empty(MOST_PARTS)
     world_size, launch, count = len(context.speeds), float(context.micro_batch), len(documents.lengths)
     whole = first_whole(height, documents, context)
@@ -106,6 +107,8 @@ def estimated(
         return np.inf, np.inf
     before = documents.alone_before
     busy += left * launch + (before[count] - before[whole])
+    if not ends:
+        return busy, 0.0
     low, high = launch, float(height)
     for _ in range(HALVINGS):
         level = (low + high) / 2
