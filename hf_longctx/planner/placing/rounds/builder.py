@@ -44,7 +44,11 @@ COUNTS = 3
 """Numbers of rounds to which the same documents may be dealt: the fewest that hold them, and those above."""
 FEW_ROUNDS, FEW_HALVINGS = 4, 3
 """Up to so many rounds, more heights are looked at; HALVINGS for them."""
-DEALT = 6
+NEAR = 1003
+"""Thousandths of an estimate within which rounds may end for no other to be dealt."""
+STEPS = 32
+"""Of 64 rounds or more, a 32nd more are looked at next where so many are too few."""
+DEALT = 3
 """Most estimates, the lowest first, of which documents are dealt."""
 
 
@@ -72,6 +76,7 @@ class RoundsBuilder:
         topology: Topology,
         cost: CostModel,
         context: PlacementContext,
+        deals: bool,
     ) -> None:
         # Documents are found by bisection, which needs footprints that never rise. `own`: what each takes itself.
         own, footprints = footprints, at_least_later(footprints)
@@ -83,7 +88,7 @@ class RoundsBuilder:
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
         self._columns = (lengths, footprints, own, alone, shared, widest)
-        self._topology, self._context = topology, context
+        self._topology, self._context, self._deals = topology, context, deals and context.uniform
         # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
         # time on the fewest, or that of a rank full of whole documents.
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
@@ -170,7 +175,7 @@ class RoundsBuilder:
     def _deal_last(self) -> bool:
         """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
         sooner."""
-        if not self._context.uniform:
+        if not self._deals:
             return False
         ends = np.append(0, np.cumsum(self._times))
         soonest: dict[tuple[int, int], tuple[int, int, bool]] = {}
@@ -181,7 +186,7 @@ class RoundsBuilder:
             kept = max(kept + 1, kept * 3 // 2)
         best, places = int(ends[-1]), None
         for (end, kept), (rounds, height, even) in sorted(soonest.items())[:DEALT]:
-            if end >= best:
+            if best * 1000 <= end * NEAR:
                 break
             undone = np.flatnonzero(self._round >= kept)
             columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
@@ -205,7 +210,7 @@ class RoundsBuilder:
         fewest = -(-int(own[undone].sum()) // self._topology.tokens)
         for even in (False, True) if context.node < self._topology.world_size else (False,):
             found = 0
-            for rounds in range(fewest, 2 * fewest + FEW_ROUNDS):
+            for rounds in range(fewest, 2 * fewest + FEW_ROUNDS, max(1, fewest // STEPS)):
                 height = int(lowest_height(rounds, low, high, even, documents, context))
                 if not height:
                     continue
