@@ -75,8 +75,8 @@ def lower_bound(
     shared = (int(work.sum()) + packing) * FULL // speed
     if mode == "lockstep":
         # In floats, as the product may exceed 64 bits, and a little less, as they round.
-        launches = cost.micro_batch_ns * (tokens / int(topology.capacities.max())) * (1 - ROUNDED)
-        launched = work + launches.astype(np.int64)
+        shares = cost.micro_batch_ns * (tokens / int(topology.capacities.max())) * (1 - ROUNDED)
+        launched = work + shares.astype(np.int64)
 
         def least(some: np.ndarray) -> np.ndarray:
             # As if they had no more tokens than they count as: none before them takes less then.

@@ -181,8 +181,8 @@ class RoundsBuilder:
         soonest: dict[tuple[int, int], tuple[int, int, bool]] = {}
         kept = 0
         while kept < len(self._times):
-            for end, *dealt in self._levels(np.flatnonzero(self._round >= kept)):
-                soonest.setdefault((int(ends[kept]) + end, kept), tuple(dealt))
+            for end, rounds, height, even in self._levels(np.flatnonzero(self._round >= kept)):
+                soonest.setdefault((int(ends[kept]) + end, kept), (rounds, height, even))
             kept = max(kept + 1, kept * 3 // 2)
         best, places = int(ends[-1]), None
         for (end, kept), (rounds, height, even) in sorted(soonest.items())[:DEALT]:
@@ -209,7 +209,7 @@ class RoundsBuilder:
         whole = undone[footprints[undone] <= context.capacity][:1]
         fewest = -(-int(own[undone].sum()) // self._topology.tokens)
         for even in (False, True) if context.node < self._topology.world_size else (False,):
-            found = 0
+            counted = 0
             for rounds in range(fewest, 2 * fewest + FEW_ROUNDS, max(1, fewest // STEPS)):
                 height = int(lowest_height(rounds, low, high, even, documents, context))
                 if not height:
@@ -221,8 +221,8 @@ class RoundsBuilder:
                     end = estimated(rounds, tried, even, True, documents, context)[1]
                     if end < math.inf:
                         yield int(end), rounds, tried, even
-                found += 1
-                if found == COUNTS:
+                counted += 1
+                if counted == COUNTS:
                     break
 
     def _replace_last(self) -> None:

@@ -256,7 +256,7 @@ def _share_above(time: float, first: float, last: float) -> float:  # pragma: no
 @borrowing
 @compiled
 def _room_below(level: float, first: float, last: float) -> float:  # pragma: no cover - compiled
-    """What times, evenly from `last` up to `first`, leave below a level on average, where they do not exceed it."""
+    """Mean room that times, evenly from `last` up to `first`, leave below a level, where they do not exceed it."""
     if level >= first:
         return level - (first + last) / 2
     return 0.0 if level <= last else (level - last) / 2 * (level - last) / (first - last)
