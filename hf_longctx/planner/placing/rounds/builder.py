@@ -47,7 +47,7 @@ FEW_ROUNDS, FEW_HALVINGS = 4, 3
 NEAR = 1003
 """Thousandths of an estimate within which rounds may end for no other to be dealt."""
 STEPS = 32
-"""Of 64 rounds or more, a 32nd more are looked at next where so many are too few."""
+"""Where so many rounds, 64 or more, are too few, a 32nd more are looked at next."""
 DEALT = 3
 """Most estimates, the lowest first, of which documents are dealt."""
 

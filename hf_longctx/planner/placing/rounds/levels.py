@@ -27,15 +27,15 @@ from hf_longctx.planner.placing.rounds.waiting_documents import Waiting
 MOST_PARTS = 512
 """Parts of runs that are looked at; the last one stands for all that follow."""
 PARTS = 4
-"""Of a run, with as many documents each."""
+"""Equal parts of a run that are looked at."""
 SAMPLES = 32
 """Heights between the level and the highest round at which ranks are counted."""
 HALVINGS = 20
-"""Of what the level may be."""
+"""Bisections of the interval that holds the level."""
 PRECISION = 500
 """A height is found to a 500th."""
 SHARES = (2, 3, 4, 6, 8)
-"""Of a rank's tokens: documents of more than one of these cannot be beside as many others."""
+"""Parts of a rank's tokens, as divisors: beside a document that leaves less than one, none of so many tokens fits."""
 
 
 @borrowing
@@ -62,7 +62,8 @@ def group_size(
 def first_whole(height: int, documents: Waiting, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """The first document that stays whole, as all after it do: one rank holds it, and ends within the height."""
     return max(
-        _first_within(height - context.micro_batch, 0, documents), _first_of_tokens(context.capacity, 0, documents)
+        _first_up_to(height - context.micro_batch, 0, documents.alone),
+        _first_up_to(context.capacity, 0, documents.footprints),
     )
 
 
@@ -112,7 +113,7 @@ def estimated(
     low, high = launch, float(height)
     for _ in range(HALVINGS):
         level = (low + high) / 2
-        longer = _first_within(level - launch, whole, documents)
+        longer = _first_up_to(level - launch, whole, documents.alone)
         room = (left - (longer - whole)) * (level - launch)
         for part in range(parts):
             room += ranks[part] * _room_below(level, first[part], last[part])
@@ -128,7 +129,7 @@ def estimated(
     total, step = level * rounds, (top - level) / SAMPLES
     for sample in range(SAMPLES):
         time = level + step * (sample + 0.5)
-        higher = float(_first_within(time - launch, whole, documents) - whole)
+        higher = float(_first_up_to(time - launch, whole, documents.alone) - whole)
         for part in range(parts):
             higher += ranks[part] * _share_above(time, first[part], last[part])
         total += step * np.ceil(higher / world_size)
@@ -203,12 +204,12 @@ def fewest_ranks_of_whole(
     Mathematics 28, 1990.)
     """
     capacity, before, count = context.capacity, documents.tokens_before, len(documents.lengths)
-    half = _first_of_tokens(capacity // 2, begin, documents)
+    half = _first_up_to(capacity // 2, begin, documents.footprints)
     fewest = -(-(before[count] - before[begin]) // capacity)
     for share in SHARES:
         least = capacity // share
-        alone = min(_first_of_tokens(capacity - least, begin, documents), half)
-        end = max(_first_of_tokens(least - 1, begin, documents), half)
+        alone = min(_first_up_to(capacity - least, begin, documents.footprints), half)
+        end = max(_first_up_to(least - 1, begin, documents.footprints), half)
         room = (half - alone) * capacity - (before[half] - before[alone])
         fewest = max(fewest, half - begin + max(0, -(-(before[end] - before[half] - room) // capacity)))
     return fewest
@@ -216,26 +217,12 @@ def fewest_ranks_of_whole(
 
 @borrowing
 @compiled
-def _first_of_tokens(tokens: int, begin: int, documents: Waiting) -> int:  # pragma: no cover - compiled
-    """The first document from `begin` on that has at most so many tokens."""
-    low, high = begin, len(documents.lengths)
+def _first_up_to(most: float, begin: int, falling: np.ndarray) -> int:  # pragma: no cover - compiled
+    """The first entry from `begin` on of a column that falls, such as tokens or nanoseconds, that is at most `most`."""
+    low, high = begin, len(falling)
     while low < high:
         middle = (low + high) // 2
-        if documents.footprints[middle] <= tokens:
-            high = middle
-        else:
-            low = middle + 1
-    return low
-
-
-@borrowing
-@compiled
-def _first_within(time: float, begin: int, documents: Waiting) -> int:  # pragma: no cover - compiled
-    """The first document from `begin` on that one rank computes in at most so many nanoseconds."""
-    low, high = begin, len(documents.lengths)
-    while low < high:
-        middle = (low + high) // 2
-        if documents.alone[middle] <= time:
+        if falling[middle] <= most:
             high = middle
         else:
             low = middle + 1
