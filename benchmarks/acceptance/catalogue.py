@@ -23,6 +23,8 @@ PARTS = (
     Part("environment", "Environment", "environment:measure", 1),
     Part("tests", "Tests of CUDA kernels", "cuda_tests:measure", 5),
     Part("models", "Whole models in bfloat16, beside the CPU", "whole_models:measure", 6),
+    Part("families", "Every model type, beside float64", "families:measure", 6),
+    Part("train", "hf-longctx train, killed and started again", "whole_run:measure", 3),
     Part("syncs", "What makes the host wait in a planned step", "planned_step:count_waits", 2),
     Part(
         "sanitizer",

@@ -27,7 +27,7 @@ def lacking(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, (value, _) in GPU_ENVIRONMENT.items()
-        if name not in variables and OLDER_NAMES.get(name) not in variables
+        if name not in variables and OLDER_NAMES.get(name, name) not in variables
     }
 
 

@@ -3,6 +3,7 @@
 import math
 import shutil
 from collections.abc import Iterator
+import os
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -118,6 +119,15 @@ def test_a_run_on_gpus_sets_what_nobody_has_set():
     assert not any(
         name in text for text in oddities(health.environment(variables, cuda=True, processors=8)) for name in variables
     )
+
+
+def test_a_process_is_given_what_it_lacks(monkeypatch):
+    """os.environ takes no question about anything but text, unlike a dictionary."""
+    for name in GPU_ENVIRONMENT:
+        monkeypatch.setenv(name, "")  # so that it is as before when this test is over
+        monkeypatch.delenv(name)
+    assert set(set_for_gpus(os.environ)) == set(GPU_ENVIRONMENT)
+    assert all(os.environ[name] == value for name, (value, _) in GPU_ENVIRONMENT.items())
 
 
 def test_a_clean_environment_has_nothing_to_say():
