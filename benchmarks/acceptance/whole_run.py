@@ -1,8 +1,8 @@
 """`hf-longctx train` as its users run it: one run from end to end, and one that is killed and started again.
 
-A random Llama in bfloat16 autocast on documents of many lengths, with a capacity that the device decides. The second run is ended by
-SIGKILL once it has written a checkpoint; the same command then goes on. Both must tell the same losses, but for the order in which a
-GPU adds up, and plain transformers must read what they leave behind.
+A random Llama in bfloat16 autocast on documents of many lengths, with a capacity that the device decides. The second run is
+ended by SIGKILL once it has written a checkpoint; the same command then goes on. Both must tell the same losses, but for the
+order in which a GPU adds up, and plain transformers must read what they leave behind.
 """
 
 from __future__ import annotations

@@ -93,8 +93,8 @@ def run_on_virtual_ranks(
     results: dict[int, Result] = {}
 
     def run(exchange: VirtualExchange) -> None:
-        world.take_turn(exchange.rank)
         try:
+            world.take_turn(exchange.rank)
             if world.failure is None:
                 with carried():
                     results[exchange.rank] = function(exchange)
@@ -246,7 +246,8 @@ class _World:
             for thread in threads:
                 thread.join()
         finally:
-            _set_random_state(before, self.device)
+            with self._reporting():
+                _set_random_state(before, self.device)
         left = [batch for queues in self._queues.values() for queue in queues for batch in queue]
         if self.failure is None and left:
             self.failure = RuntimeError(
@@ -258,11 +259,13 @@ class _World:
     def take_turn(self, rank: int) -> None:
         """Block until this rank has the turn."""
         self._turns[rank].acquire()
-        _set_random_state(self._random[rank], self.device)
+        with self._reporting():
+            _set_random_state(self._random[rank], self.device)
 
     def pass_turn(self, rank: int) -> None:
         """Let the next rank run that can go on, after `rank` in a circle. If there is none, ranks have met a deadlock."""
-        self._random[rank] = _random_state(self.device)
+        with self._reporting():
+            self._random[rank] = _random_state(self.device)
         circle = [(rank + step) % self.size for step in range(1, self.size + 1)]
         live = [other for other in circle if other not in self._ended]
         able = [other for other in live if other not in self._awaited or self._awaited[other].complete]
@@ -272,6 +275,14 @@ class _World:
             able = live
         if able:
             self._turns[able[0]].release()
+
+    @contextmanager
+    def _reporting(self) -> Iterator[None]:
+        """Make an error of the device the run's failure, which ranks that wait are told: it may come up anywhere."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.failure = self.failure or error
 
     def end(self, rank: int) -> None:
         """Give the turn away for good."""

@@ -114,8 +114,9 @@ def run_check(model: Any, conditions: Conditions) -> RunCheck:
 
 
 def _known_check(model: Any, conditions: Conditions) -> RunCheck:
-    here = replace(conditions, device=_device_name(conditions.device))
     packages = tuple(_version(package) for package in KERNEL_PACKAGES)
+    # As text, they name the kind of device and not its number.
+    here = (str(conditions), conditions.liger_kernels)
     key = cache.key_of(type(model), model.config, here, packages, model.longctx_certificate.given)
     if key not in _CHECKS:
         check = cache.read(key, RunCheck)

@@ -24,6 +24,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 from transformers import masking_utils
 
 from hf_longctx.attention.earlier import EarlierChunks
@@ -256,10 +258,20 @@ def pattern_of(mask_function: Callable[..., Any], local_size: int | None, rows: 
 def _answers(mask_function: Callable[..., Any], points: torch.Tensor) -> torch.Tensor:
     """bool [points, points]: whether queries see keys."""
     zero = torch.zeros((), dtype=torch.long)
-    answer = mask_function(zero, zero, points[:, None], points[None, :])
+    with _OnCPU():
+        answer = mask_function(zero, zero, points[:, None], points[None, :])
     if not isinstance(answer, torch.Tensor):
         return torch.full((len(points), len(points)), bool(answer))
-    return answer.cpu().expand(len(points), len(points))
+    return answer.expand(len(points), len(points))
+
+
+class _OnCPU(TorchFunctionMode):
+    """Computes with copies on the CPU of all tensors. A mask function may hold some of the model's device: they do not go
+    together with points on the CPU, and an entry that they lack is an IndexError here and ends the process on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(torch.Tensor, torch.Tensor.cpu, (args, kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def leave_packing_to_layouts() -> None:

@@ -1,6 +1,7 @@
 """Environment variables that runs on GPUs want, and that libraries read when they first use a GPU: set where nobody has set them
 by whoever starts a run (hf_longctx/run.py), and looked at by `hf-longctx doctor`. The only place that names them."""
 
+import ctypes
 from collections.abc import Mapping, MutableMapping
 
 GPU_ENVIRONMENT = {
@@ -35,8 +36,13 @@ def cuda_driver() -> int | None:
     """Return CUDA's version of this machine's driver, 12030 for 12.3; None where torch sees no GPU."""
     import torch
 
-    # A build of torch for CPUs has no such function.
-    return torch._C._cuda_getDriverVersion() if torch.cuda.is_available() else None  # type: ignore[attr-defined]
+    if not torch.cuda.is_available():
+        return None
+    version = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(
+        ctypes.byref(version)
+    )  # torch has loaded it, and has no such function
+    return version.value
 
 
 def kernels_one_at_a_time(variables: Mapping[str, str], driver: int) -> bool:

@@ -351,6 +351,15 @@ def test_a_copy_runs_as_the_model_will(monkeypatch: pytest.MonkeyPatch):
     assert run_check(model, conditions) == check, "from disk"
 
 
+def test_a_device_is_asked_for_its_name_once(monkeypatch: pytest.MonkeyPatch):
+    """The name of a GPU is no device that torch could be asked about."""
+    names = {"cpu": "Processor", "cpu:0": "Processor"}
+    monkeypatch.setattr(as_run, "_device_name", names.__getitem__)
+    check = run_check(patch_model(tiny_general("qwen3")), Conditions("cpu:0", "float32"))
+    assert check.verdict == "within", check.reason
+    assert check.conditions.startswith("Processor, float32")
+
+
 def test_a_fault_in_the_runs_precision_refuses_the_run(monkeypatch: pytest.MonkeyPatch):
     """Return which float64 does not show."""
     model, own = patch_model(tiny_general("qwen3")), attention._over_layout

@@ -1,9 +1,11 @@
 """`hf-longctx doctor`: what it finds wrong, and what it measures between ranks."""
 
+import ctypes
 import math
-import shutil
-from collections.abc import Iterator
 import os
+import shutil
+import subprocess
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -100,13 +102,19 @@ def test_kernels_that_run_one_at_a_time_are_named_with_what_they_cost(variables,
     assert not [text for text in without if text in named]
 
 
-def test_the_driver_is_asked_where_torch_sees_a_gpu(monkeypatch):
+@pytest.mark.processes
+def test_the_driver_is_asked_where_torch_sees_a_gpu(tmp_path, monkeypatch):
+    """By a library that answers as CUDA's does; benchmarks/gpu_acceptance.py asks a real one."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert cuda_driver() is None
+    source, library = tmp_path / "driver.c", tmp_path / "driver.so"
+    source.write_text("int cuDriverGetVersion(int *version) { *version = 12020; return 0; }")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    load = ctypes.CDLL
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 12020, raising=False)
     assert cuda_driver() == 12020
 
 
