@@ -135,6 +135,7 @@ def probe(
     offload: float | None = None,
 ) -> Probe:
     """Runs a step of this layout; offload: what is moved to the host, None: as little as is needed."""
+    model.zero_grad(set_to_none=True)  # gradients of a step before would count as held by the model
     tokens, moved, begin = layout.tokens(0), memory.host.bytes_to_host, time.monotonic()
     offload = budget.offload(tokens) if offload is None else offload
     try:

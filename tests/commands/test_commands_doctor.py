@@ -104,7 +104,7 @@ def test_kernels_that_run_one_at_a_time_are_named_with_what_they_cost(variables,
 
 @pytest.mark.processes
 def test_the_driver_is_asked_where_torch_sees_a_gpu(tmp_path, monkeypatch):
-    """By a library that answers as CUDA's does; benchmarks/gpu_acceptance.py asks a real one."""
+    """A library answers as CUDA's does; benchmarks/gpu_acceptance.py asks a real one."""
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)

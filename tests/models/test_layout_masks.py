@@ -26,13 +26,13 @@ class OnAnotherDevice(torch.Tensor):
 
 
 def test_chunks_of_padding_on_the_device_are_understood():
-    """As Llama 4 makes them."""
+    """Llama 4 makes such masks."""
     padding = OnAnotherDevice(torch.zeros(1, dtype=torch.long))
     assert pattern_of(chunked_causal_mask_function(4, padding), 4, rows=32) == Pattern(chunk=4)
 
 
 def test_a_function_with_an_entry_for_each_row_is_asked_for_no_other():
-    """As Gemma 4 marks pictures. On a GPU an entry beyond the last row would end the process."""
+    """Gemma 4 marks pictures so. On a GPU an entry beyond the last row would end the process."""
     pictures = OnAnotherDevice(torch.full((1, 3), -1))
 
     def of_one_picture(batch: Any, head: Any, query: Any, key: Any) -> Any:

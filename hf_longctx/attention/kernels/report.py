@@ -13,7 +13,7 @@ import torch
 
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.attention.kernels.cuda_varlen import CudaVarlen
-from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3
+from hf_longctx.attention.kernels.flash_attn_packages import FlashAttn2, FlashAttn3, FlashAttn4
 
 PACKAGES = ("hf_longctx", "torch", "transformers", "accelerate", "flash_attn_3", "flash-attn-4", "flash-attn")
 """Distributions whose versions are shown."""
@@ -102,8 +102,10 @@ def faster_kernel(capability: tuple[int, int] | None, kernel: str) -> str | None
     if capability != (9, 0) or kernel not in FLASH_2:
         return None
     return (
-        f"This GPU is a Hopper: flash-attention 3 ({FlashAttn3.install}) is made for it. Its paper (arXiv 2407.08608) measures "
-        f"648 TFLOP/s forward where flash-attention 2, whose kernels {kernel} runs, reaches 370."
+        f"This GPU is a Hopper, and {kernel} runs the kernels of flash-attention 2. flash-attention 4 ({FlashAttn4.install}) was "
+        "1.8 times as fast forward and backward on an H200 (docs/performance.md). flash-attention 3 "
+        f"({FlashAttn3.install}) is made for it too: its paper (arXiv 2407.08608) measures 648 TFLOP/s forward where "
+        "flash-attention 2 reaches 370."
     )
 
 
