@@ -22,16 +22,20 @@ with one kind of link, in the ratios that verl (b = 24576 a) and ByteScale (exch
   plan.
 """
 
+from __future__ import annotations
+
 import argparse
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import cycle, islice
 from multiprocessing import get_context
+from multiprocessing.queues import Queue
 from typing import Any
 
 import any_lengths
@@ -112,7 +116,7 @@ class Contender:
 
 def measure(
     case: Case, costs: dict[str, CostModel], peers: list[Peer], repeats: int, seconds: float, draws: int
-) -> "Measured":
+) -> Measured:
     """Everything about a case."""
     contenders = [
         Contender(
@@ -228,19 +232,24 @@ def main() -> int:
     if arguments.any_lengths:
         print("any lengths ...", file=sys.stderr)
         report = any_lengths.measured(arguments.any_lengths, processes=os.cpu_count() or 1)
-    peers = [] if arguments.no_peers else installed_peers()
-    costs = {name: cost for name, cost in cost_models().items() if name in arguments.costs}
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    if not arguments.no_peers:
+        installed_peers()  # or say at once what is missing
     rows: list[dict[str, str]] = []
     figures: dict[str, float] = {}
     cannot: list[str] = []
+    largest_first = sorted(cases, key=lambda case: -case.documents)  # so that no process is left alone with one of them
+    spawn = get_context("spawn")
+    cores: Queue[int] = spawn.Queue()
+    for core in islice(cycle(sorted(usable_cores())), arguments.processes + 1):
+        cores.put(core)
+    with ProcessPoolExecutor(arguments.processes, spawn, stay_on, (cores,)) as pool:
+        measured_cases = dict(zip(map(str, largest_first), pool.map(partial(measured_apart, arguments), largest_first)))
     for case in cases:
-        print(f"{case} ...", file=sys.stderr)
-        measured = measure(case, costs, peers, arguments.repeats, arguments.seconds, arguments.draws)
+        measured = measured_cases[str(case)]
         rows += measured.rows
         figures |= measured.figures
         cannot += measured.cannot
+    stay_on(cores)
     rows += report.rows
     figures |= report.figures
     figures[LAYOUT] = layout_milliseconds(arguments.repeats)
@@ -250,6 +259,25 @@ def main() -> int:
         noisy = planner_noise.measured(cases, commit=arguments.before)
         rows, figures, also = rows + noisy[0], figures | noisy[1], [*also, "planner_noise"]
     return conclude(arguments, rows, figures, load, section="batch", also=also, cannot=cannot)
+
+
+def measured_apart(arguments: argparse.Namespace, case: Case) -> Measured:
+    """Measure a case in a process that may have others beside it."""
+    print(f"{case} ...", file=sys.stderr)
+    costs = {name: cost for name, cost in cost_models().items() if name in arguments.costs}
+    peers = [] if arguments.no_peers else installed_peers()
+    return measure(case, costs, peers, arguments.repeats, arguments.seconds, arguments.draws)
+
+
+def usable_cores() -> Iterable[int]:
+    """Cores that this process may be on."""
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+
+
+def stay_on(cores: Queue[int]) -> None:
+    """Keep this process on the next of these cores."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {cores.get()})
 
 
 def layout_milliseconds(repeats: int) -> float:
@@ -271,9 +299,12 @@ def _arguments() -> tuple[argparse.Namespace, list[Case]]:
     )
     options.add_argument("--sizes", nargs="+", default=SIZES, metavar="DOCUMENTSxRANKS", help="default: %(default)s")
     options.add_argument("--costs", nargs="+", choices=["rich", "plain"], default=["rich", "plain"])
+    options.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="cases at a time (default: %(default)s)"
+    )
     options.add_argument("--repeats", type=int, default=15, help="medians of so many (default: %(default)s)")
     options.add_argument(
-        "--seconds", type=float, default=60, help="CPU seconds that one call may take (default: %(default)s)"
+        "--seconds", type=float, default=20, help="CPU seconds that one call may take (default: %(default)s)"
     )
     options.add_argument("--draws", type=int, default=5, help="batches of each distribution (default: %(default)s)")
     options.add_argument("--no-peers", action="store_true", help="without Megatron-Core and verl")
@@ -291,8 +322,10 @@ def _arguments() -> tuple[argparse.Namespace, list[Case]]:
         help="whose planner ours is compared with under noise; '': nothing of planner_noise.py (default: %(default)s)",
     )
     arguments = options.parse_args()
-    if arguments.repeats < 1 or arguments.draws < 1 or arguments.seconds <= 0 or arguments.any_lengths < 0:
-        options.error("--repeats and --draws must be at least 1, --seconds positive, --any-lengths at least 0")
+    if min(arguments.repeats, arguments.draws, arguments.processes) < 1 or arguments.seconds <= 0:
+        options.error("--repeats, --draws and --processes must be at least 1, --seconds positive")
+    if arguments.any_lengths < 0:
+        options.error("--any-lengths must be at least 0")
     try:
         return arguments, cases(arguments.sizes, arguments.distributions)
     except ValueError as error:

@@ -7,7 +7,8 @@
     shared      sum_i work(s_i, D_i) + micro_batch * (tokens / C)          D_i: fewest ranks that hold document i
     longest     max_i min_{D_i <= d <= R} T(s_i, d) + micro_batch          always the document that counts as longest
 
-`shared` spreads all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the least.
+`shared` spreads all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the least. Unequal ranks
+wait for each other, which is counted as work (waiting_bound.py).
 `longest` is the document that takes longest on the ranks that suit it best.
 
 In a pipeline, a document in k chunks passes the stages chunk by chunk: while its longest chunk, a k-th of it or more, passes
@@ -29,6 +30,7 @@ from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
 from hf_longctx.planner.round_bound import bound_of_rounds
 from hf_longctx.planner.topology import FULL, Topology
+from hf_longctx.planner.waiting_bound import work_with_waiting
 from hf_longctx.planner.whole_bound import bound_of_whole
 
 LARGEST_WORK = 2**62
@@ -68,6 +70,8 @@ def lower_bound(
         return lower_bound(lengths, topology, cost.in_units(bits), mode, tokens, footprints) << bits
     fewest = topology.fewest_ranks(tokens if footprints is None else footprints)
     work = cost.work(lengths, fewest)
+    if footprints is None and not topology.stay_whole:
+        work = work_with_waiting(work, tokens, topology)
     packing = 0 if footprints is not None else cost.micro_batch_ns * int(tokens.sum()) // int(topology.capacities.max())
     speed = int(topology.speeds.sum())
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
