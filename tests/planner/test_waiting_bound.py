@@ -65,7 +65,7 @@ def test_waiting_by_hand(tokens: int, waiting: float):
 
 @pytest.mark.parametrize(("topology", "tokens", "part"), [(GENERATIONS, 12_000, 1), (DIFFERENT, 1_950, 1 / 2)])
 def test_a_micro_batch_waits_for_one_of_its_documents(topology: Topology, tokens: int, part: float):
-    """Of more than half of all tokens it holds one, with all of its waiting; of a third to half two, with half of it."""
+    """It holds one of more than half of all tokens, with all of its waiting; two of a third to half, with half of it."""
     work = np.array([10**9, 10**9, 10**7])
     [waits] = least_waiting(np.array([tokens]), topology)
     assert waits > 0
