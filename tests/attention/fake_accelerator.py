@@ -156,8 +156,8 @@ def main() -> dict[str, Any]:
     plan = layout()
     watched = Watched({plan.tokens(rank) for rank in plan.ranks} | {SPLIT})
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:  # A torch built for CUDA that has no GPU keeps what it makes here, in the memory of the thread that is first.
-        pass
+    with mode:
+        pass  # first in this thread: a torch built for CUDA, without a GPU, goes on using what the first thread has made
 
     models = []
     for _ in plan.ranks:
