@@ -16,4 +16,6 @@ def skip_unless_loaded(mesh: Mapping[str, int]) -> None:
     experts = mesh.get("ep_size", 1)
     first = (5, 19) if experts in (1, mesh.get("tp_size", 1)) else (5, 20)
     if first > TRANSFORMERS:
-        pytest.skip(f"transformers {version('transformers')} cannot load {dict(mesh)}; {first[0]}.{first[1]} and later can")
+        pytest.skip(
+            f"transformers {version('transformers')} cannot load {dict(mesh)}; {first[0]}.{first[1]} and later can"
+        )
