@@ -20,6 +20,9 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.distributed.distributed_c10d as c10d
 
+FUNCTIONAL_ALL_GATHER = "all_gather_single" if hasattr(functional, "all_gather_single") else "all_gather_tensor"
+"""The name of torch's functional all-gather, which 2.11 calls by the second one; later that one calls the first."""
+
 
 class Traffic:
     """`with Traffic() as traffic:` counts while it is open. Open it before a peer is imported: some keep references."""
@@ -40,7 +43,7 @@ class Traffic:
             self._count(module, "reduce_scatter_tensor", lambda call: _others_part(call["input"], call.get("group")))
         # What torch's context_parallel uses does not pass through the functions above.
         self._count(functional, "permute_tensor", lambda call: call["self"].nbytes)
-        self._count(functional, "all_gather_single", lambda call: _to_others(call["self"], call["group"]))
+        self._count(functional, FUNCTIONAL_ALL_GATHER, lambda call: _to_others(call["self"], call["group"]))
         return self
 
     def __exit__(self, *_: object) -> None:

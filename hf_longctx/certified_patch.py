@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longctx.certificate import accepted_certificate
 from hf_longctx.models.patch import attention_layers, install, language_model_of
-from hf_longctx.models.stages import loading_stages
+from hf_longctx.models.stages import loading_stages, refuse_loading_stages
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 
@@ -88,7 +88,8 @@ def from_pretrained(
     """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, patched. Arguments and errors of `patch_model` apply.
 
     With `distributed_config=DistributedConfig(pp_size=p, tp_size=t)` each process reads its stage's part alone; a multiple of p *
-    t processes makes stages of several HDP ranks."""
+    t processes makes stages of several HDP ranks. Needs transformers 5.19 or later."""
+    refuse_loading_stages(kwargs.get("distributed_config"))
     with loading_stages():
         model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
     return patch_model(

@@ -270,6 +270,8 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any], tok
             model = AutoModelForCausalLM.from_pretrained(
                 model_path, config=model_config, use_safetensors=True, **settings
             )
+    if settings["dtype"] == torch.float32 and not chosen.load_in_4bit:
+        model.float()  # transformers before 5.23 expands what was published in four bits as bfloat16
     if loaded_stages(model) > 1:
         adopt_stages(model)
     if chosen.added_tokens:

@@ -229,11 +229,12 @@ class Checkpoints:
             optimizer, groups = optimizer_tensors(
                 trainer.optimizer, {id(weight): name for name, weight in weights.items()}
             )
+            schedule = as_json(trainer.lr_scheduler.state_dict(), "the schedule's state")
             if cut_of(model) is not None:
-                groups = merged(self.ranks.gathered(groups))
+                groups, schedule = merged(*zip(*self.ranks.gathered((groups, schedule))))
             training = {
                 "optimizer": groups,
-                "schedule": as_json(trainer.lr_scheduler.state_dict(), "the schedule's state"),
+                "schedule": schedule,
                 "scaler": None if scaler is None else as_json(scaler.state_dict(), "the gradient scaler's state"),
             }
         texts = {}

@@ -16,6 +16,9 @@ import torch
 from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
 from hf_longctx.checkpoint.reader import CheckpointReader, some
 
+OF_GROUPS = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
+"""Parts of a schedule's state that may be lists, and then have one entry for each group."""
+
 
 def optimizer_tensors(
     optimizer: Any, names: Mapping[int, str]
@@ -47,16 +50,38 @@ def optimizer_tensors(
     return tensors, kept
 
 
-def merged(kept: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return what `optimizer_tensors` gave as JSON in each stage of a pipeline, as one optimizer of the whole model would."""
-    first = kept[0]
-    groups = [
-        dict(of_stages[0]) | {"params": list(dict.fromkeys(name for group in of_stages for name in group["params"]))}
-        for of_stages in zip(*(stage["groups"] for stage in kept))
-    ]
+def merged(
+    kept: Sequence[Mapping[str, Any]], schedules: Sequence[Mapping[str, Any]]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what `optimizer_tensors` gave as JSON in each stage of a pipeline, as one optimizer of the whole model would, and
+    its schedule. Stages may have different numbers of groups, because Trainer splits them where weights lie on several meshes:
+    groups with the same settings are one."""
+    groups = [dict(group) for group in kept[0]["groups"]]
+    schedule = {name: list(value) if _is_of_groups(name, value) else value for name, value in schedules[0].items()}
+    known = {name for group in groups for name in group["params"]}
+    for stage, of_stage in zip(kept[1:], schedules[1:]):
+        for number, group in enumerate(stage["groups"]):
+            new = [name for name in group["params"] if name not in known]  # tied embeddings are in two stages
+            known.update(new)
+            alike = next((other for other in groups if _settings(other) == _settings(group)), None)
+            if alike is not None:
+                alike["params"] = [*alike["params"], *new]
+                continue
+            groups.append(dict(group) | {"params": new})
+            for name, entries in schedule.items():
+                if _is_of_groups(name, entries):
+                    entries.append(of_stage[name][number])
     tensors = sorted({key for stage in kept for key in stage["tensors"]})
     values = {key: value for stage in kept for key, value in stage["values"].items()}
-    return {"kind": first["kind"], "tensors": tensors, "groups": groups, "values": values}
+    return {"kind": kept[0]["kind"], "tensors": tensors, "groups": groups, "values": values}, schedule
+
+
+def _is_of_groups(name: str, value: Any) -> bool:
+    return name in OF_GROUPS and isinstance(value, list)
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
 
 
 def _kind(optimizer: Any) -> str:
@@ -106,8 +131,7 @@ def load_optimizer(
     for group in optimizer.param_groups:
         names = order[first : first + len(group["params"])]
         first += len(names)
-        of_group = [{key: value for key, value in settings[name].items() if key != "params"} for name in names]
-        of_group = of_group or [{key: value for key, value in group.items() if key != "params"}]
+        of_group = [_settings(settings[name]) for name in names] or [_settings(group)]
         if any(other != of_group[0] for other in of_group):
             raise CheckpointError(
                 f"{reader.folder}: the weights {some(names)} are one group of this optimizer and were in several, with other "
@@ -132,14 +156,10 @@ def load_optimizer(
     return origin
 
 
-OF_GROUPS = ("base_lrs", "_last_lr", "lr_lambdas", "min_lrs")
-"""Parts of a schedule's state that have one entry for each group."""
-
-
 def load_schedule(schedule: Any, saved: Mapping[str, Any], origin: Sequence[int]) -> None:
     """Gives a learning rate schedule a checkpoint's state; `origin` as `load_optimizer` returns it."""
     of_groups = {
-        key: [saved[key][number] for number in origin] for key in OF_GROUPS if isinstance(saved.get(key), list)
+        name: [value[number] for number in origin] for name, value in saved.items() if _is_of_groups(name, value)
     }
     schedule.load_state_dict(dict(saved) | of_groups)
 

@@ -162,7 +162,7 @@ def experts(
         inner = product(hidden_states[order // per_token], up, up_bias)
         inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
         made = product(inner, self.down_proj, down_bias)
-        if getattr(self, "has_post_expert_norm", False):  # transformers before 5.18 has none
+        if getattr(self, "has_post_expert_norm", False):  # transformers has it from 5.20 on
             made = self.post_expert_norm(made)
         made = (made * top_k_weights.reshape(-1)[order].unsqueeze(-1))[torch.empty_like(order)]
         return made.view(tokens, per_token, -1).sum(1).to(hidden_states.dtype)

@@ -191,6 +191,12 @@ def longctx_or_eager_attention(
     )
 
 
+def runs_sdpa(model: Any) -> bool:
+    """Tell whether torch's scaled_dot_product_attention computes what a model's layers mean. It caps no scores; transformers says
+    so of Gemma 2 from 5.21 on."""
+    return model._supports_sdpa and getattr(model.config.get_text_config(), "attn_logit_softcapping", None) is None
+
+
 def refuse_lost_layout(module: Any) -> None:
     """Raises ValueError where a call over a layout runs, and an attention layer has not received its mask."""
     if current_call() is not None:

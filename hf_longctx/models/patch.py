@@ -9,7 +9,7 @@ from hf_longctx.attention.kernels import KERNELS
 from hf_longctx.models import liger
 from hf_longctx.models.adapters.peft_adapters import refuse_row_adapters
 from hf_longctx.models.adapters.quantised import refuse_rows_that_meet
-from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is_patched
+from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is_patched, runs_sdpa
 from hf_longctx.models.compiled_layers import set_compiled
 from hf_longctx.models.document_wise import DocumentWise
 from hf_longctx.models.families import FAMILIES
@@ -106,7 +106,7 @@ def install(
     if config.model_type in EAGER_MODELS:
         config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
     elif traits is None or traits.in_masks:
-        name = NAME if language_model._supports_sdpa or attention else NAME_OF_EAGER
+        name = NAME if runs_sdpa(language_model) or attention else NAME_OF_EAGER
         language_model.set_attn_implementation(_names(config, attention, name))
     if (
         language_model.__dict__.get("is_quantized") is False

@@ -29,6 +29,7 @@ from hf_longctx.models.attention import (
     longctx_attention_forward,
     longctx_or_eager_attention,
     refuse_layout,
+    runs_sdpa,
 )
 from hf_longctx.models.layout_mask import current_call, layout_mask, leave_packing_to_layouts
 
@@ -61,10 +62,10 @@ def _refuse_class(model: Any) -> None:
     cls = type(model)
     if model.config.model_type in EAGER_MODELS:
         return
-    if not cls._supports_sdpa:
+    if not runs_sdpa(model):
         raise ValueError(
             f"attn_implementation={NAME!r} means nothing to {cls.__name__}: without a layout it is torch's scaled_dot_product_"
-            "attention, which this class does not support (_supports_sdpa is False; transformers refuses 'sdpa' likewise), and "
+            "attention, which this class does not support (_supports_sdpa is False, or scores are capped), and "
             "hf_longctx has no layouts for it. Valid: load it without attn_implementation, or with 'eager'"
         )
     module = sys.modules.get(cls.__module__)

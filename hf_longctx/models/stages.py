@@ -14,10 +14,12 @@ autocast, adapters) run. Nothing is sent between ranks here. Shapes: T tokens of
 import contextlib
 import copy
 import functools
+import inspect
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -193,12 +195,28 @@ def loaded_stages(model: Any) -> int:
     return getattr(getattr(getattr(model, "config", None), "distributed_config", None), "pp_size", None) or 1
 
 
+def loads_stages() -> bool:
+    """Tell whether this version of transformers loads stages of any number of ranks, as 5.19 and later do."""
+    return "tp_plan" in inspect.signature(mixin.apply_tensor_parallelism).parameters
+
+
+def refuse_loading_stages(settings: Any) -> None:
+    """Raise ValueError for a DistributedConfig, or its fields, with stages that this version of transformers cannot load."""
+    stages = (settings.get("pp_size") if isinstance(settings, Mapping) else getattr(settings, "pp_size", None)) or 1
+    if stages > 1 and not loads_stages():
+        raise ValueError(
+            f"distributed_config: pp_size={stages} with transformers {version('transformers')}, which loads stages of one "
+            "process alone, and whose Trainer does not know of them; valid: transformers>=5.19, or a whole model with "
+            f"pipeline_stages={stages}, which is cut when training begins"
+        )
+
+
 @contextlib.contextmanager
 def loading_stages() -> Iterator[bool]:
     """While transformers loads a model in stages (DistributedConfig's pp_size), each process reading its part alone:
 
-    - stages may have more ranks than share heads: the mesh is [pp_size, HDP ranks, 1, tp_size]. transformers has no name for
-      ranks that hold the same and knows one of them only;
+    - stages may have more ranks than share heads: the mesh is [pp_size, HDP ranks, 1, tp_size] (before 5.23 without the 1).
+      transformers has no name for ranks that hold the same and knows one of them only;
     - its stages have equally many layers, whatever the output head costs; here, as planner/stages/stage_layers.py spreads them;
     - its tensor-parallel plan names the layers of other stages too, which are gone by then (5.23: KeyError). Here it names
       those that are there.
@@ -206,10 +224,10 @@ def loading_stages() -> Iterator[bool]:
     Yields whether this version of transformers loads stages. Inside, a model that cannot be cut into them, or processes that they
     do not divide, are a ValueError.
     """
-    names = ("initialize_distributed_mesh", "apply_pipeline_parallelism", "apply_tensor_parallelism")
-    if not all(hasattr(mixin, name) for name in names):
+    if not loads_stages():
         yield False
         return
+    names = ("initialize_distributed_mesh", "apply_pipeline_parallelism", "apply_tensor_parallelism")
     make_mesh, cut, apply = (getattr(mixin, name) for name in names)
 
     def make_mesh_of_stages(settings: Any) -> Any:
@@ -224,12 +242,14 @@ def loading_stages() -> Iterator[bool]:
                 f"{settings.pp_size} pipeline stages of {settings.tp_size} tensor-parallel ranks: stages * ranks must divide the "
                 f"{processes} processes ({processes} = {processes // share} * {share} + {processes % share}); valid: {valid}"
             )
-        before = settings.dp_replicate_size
-        settings.dp_replicate_size = processes // share
+        # before 5.23 there is one name for all that are neither stages nor share heads
+        replicas = "dp_replicate_size" if hasattr(settings, "dp_replicate_size") else "fsdp_size"
+        own = getattr(settings, replicas)
+        setattr(settings, replicas, processes // share)
         try:
             return make_mesh(settings)
         finally:
-            settings.dp_replicate_size = before
+            setattr(settings, replicas, own)
 
     def cut_by_cost(model: Any, mesh: Any) -> torch.nn.Module:
         from transformers.distributed import pipeline_parallel

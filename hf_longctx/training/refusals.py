@@ -14,11 +14,12 @@ of columns with the configuration. Nothing is loaded, and nothing is sent betwee
 
 import math
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import integration_utils
 from transformers.trainer_utils import HubStrategy
 
@@ -87,8 +88,8 @@ def _fsdp(request: Request) -> Iterator[Problem]:
         yield "fsdp", f"{args.fsdp!r} would shard the model again, which was sharded when it was loaded: remove it"
     settings = args.fsdp_config if args.fsdp and isinstance(args.fsdp_config, dict) else {}
     chosen = {name.removeprefix("fsdp_"): value for name, value in settings.items()}
-    version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version", chosen.get("version"))
-    if str(version) == "1":
+    fsdp_version = (getattr(args, "fsdp_plugin_args", None) or {}).get("fsdp_version", chosen.get("version"))
+    if str(fsdp_version) == "1":
         yield "fsdp_config.version", "1: FSDP1 hangs when ranks run different micro-batches; set it to 2 (the default)"
     if chosen.get("activation_checkpointing"):
         yield (
@@ -237,6 +238,13 @@ def _arrangement(request: Request, plugin: LongContextPlugin) -> Iterator[Proble
     degrees = plugin.pipeline_stages, tensor_parallel(model), expert_parallel(model)
     for setting, value, rule in broken_rules(request.processes, sharding, *degrees):
         yield setting, f"{value}: {rule}"
+    shards = getattr(getattr(getattr(model, "config", None), "distributed_config", None), "fsdp_size", None) or 1
+    if shards > 1 and not hasattr(PreTrainedModel, "is_distributed_loading_by_transformers"):
+        yield (
+            "sharding",
+            f"{sharding}: the model was sharded when it was loaded (fsdp_size={shards}), which the Trainer of transformers "
+            f"{version('transformers')} does not know of, and would do again; valid: transformers>=5.19, or a whole model",
+        )
 
 
 def _pipeline(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:

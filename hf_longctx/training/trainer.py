@@ -576,7 +576,10 @@ class LongContextMixin(_Trainer):
         """Save the whole model, so that plain transformers loads it, also where checkpoints are in parts: with accelerate's
         default of SHARDED_STATE_DICT, Trainer would save nothing here."""
         if self.world.stages > 1:
-            self._save(output_dir, self.checkpoints.whole_weights())
+            weights = self.checkpoints.whole_weights()
+            # Before 5.23 `_save` writes on any rank. That of a model which was spread as it was loaded meets all ranks.
+            if self.args.should_save or getattr(self, "is_distributed_loading_by_transformers", False):
+                self._save(output_dir, weights)
             if self.args.push_to_hub and not _internal_call:
                 self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
             return

@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from tests.builders.training.elastic_runs import STEPS, travel
 from tests.builders.training.sharded_runs import run
 from tests.builders.training_runs import MODELS, Run
+from tests.builders.transformers_versions import skip_unless_loaded
 from tests.worlds.rank_pool import RankPool
 
 
@@ -86,6 +87,8 @@ MESHES: list[tuple[str, dict[str, int]]] = [
 
 @pytest.mark.processes
 def test_tensor_and_expert_parallelism_change_at_every_checkpoint(undisturbed, tmp_path: Path, request):
+    for _, mesh in MESHES:
+        skip_unless_loaded(mesh)
     folder = tmp_path / "model"
     MODELS["mixtral"]().save_pretrained(folder)
     legs = []

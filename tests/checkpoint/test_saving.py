@@ -19,7 +19,7 @@ from hf_longctx.checkpoint import folder as folders
 from hf_longctx.checkpoint.folder import CheckpointError, Manifest, problem_of
 from hf_longctx.checkpoint.rank_messages import Ranks
 from hf_longctx.checkpoint.reader import CheckpointReader
-from hf_longctx.checkpoint.state import as_json
+from hf_longctx.checkpoint.state import as_json, merged
 from hf_longctx.checkpoint.writer import CheckpointWriter, Contents
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, run
@@ -307,3 +307,20 @@ def test_sigterm_in_a_trial_of_a_hyperparameter_search_is_noticed(tmp_path):
     assert leaving.value.code == 143
     assert problem_of(tmp_path / "checkpoint-1") is None
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_groups_of_stages_are_joined_by_their_settings():
+    # The first stage has tied embeddings beside weights in parts, and no norms; the last one has both in one group each.
+    def group(decay: float, *names: str) -> dict[str, Any]:
+        return {"weight_decay": decay, "params": list(names)}
+
+    groups = (
+        [group(0.1, "0.q"), group(0.1, "embed")],
+        [group(0.1, "1.q", "embed"), group(0.0, "1.norm")],
+    )
+    kept = [{"kind": "AdamW", "tensors": [], "groups": of_stage, "values": {}} for of_stage in groups]
+    schedules = [{"last_epoch": 3, "base_lrs": [1.0, 2.0]}, {"last_epoch": 3, "base_lrs": [1.0, 4.0]}]
+    optimizer, schedule = merged(kept, schedules)
+    assert optimizer["groups"] == [group(0.1, "0.q", "1.q"), group(0.1, "embed"), group(0.0, "1.norm")]
+    assert schedule == {"last_epoch": 3, "base_lrs": [1.0, 2.0, 4.0]}
+    assert kept[0]["groups"][0]["params"] == ["0.q"], "what was given stays"

@@ -19,6 +19,7 @@ from tests.builders.small_tokenizers import word_tokenizer
 from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 from tests.builders.training.saved_runs import damaged
 from tests.builders.training_runs import documents, train
+from tests.builders.transformers_versions import TRANSFORMERS
 
 IDS = torch.arange(60)[None] % 128
 TRAINING = ("state-*", "training_state.json", "trainer_state.json", "training_args.json", "manifest.json")
@@ -190,3 +191,10 @@ def test_what_cannot_be_exported_is_said(copied: Path, tmp_path: Path):
     export(copied, plain)
     before = AutoModelForCausalLM.from_pretrained(copied / "checkpoint-5")
     assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(plain)), logits(before))
+
+
+@pytest.mark.skipif(TRANSFORMERS >= (5, 18), reason="tests/commands/checkpoints/test_gguf_file.py")
+def test_gguf_is_refused_where_its_tokenizer_is_read_otherwise(tmp_path: Path):
+    tiny_llama().save_pretrained(tmp_path / "saved")
+    with pytest.raises(ValueError, match=r"--format gguf needs transformers>=5\.18"):
+        export(tmp_path / "saved", tmp_path / "out", file_format="gguf")

@@ -15,6 +15,7 @@ from hf_longctx.cli import main
 from tests.builders.small_tokenizers import byte_tokenizer
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import documents, fresh_accelerator_state
+from tests.builders.transformers_versions import READS_GGUF
 from tests.worlds.launched import ROOT
 
 
@@ -56,7 +57,8 @@ def test_the_pages_commands_leave_what_transformers_and_peft_load(runs: None):
     commands = printed()
     assert [words[0] for words in commands] == ["export", "merge", "export"]
     for words in commands:
-        typed(*words)
+        if READS_GGUF or "gguf" not in words:
+            typed(*words)
     load = AutoModelForCausalLM.from_pretrained
     base, exported = load("base"), load("exported")
     assert exported.dtype is torch.bfloat16
@@ -66,11 +68,12 @@ def test_the_pages_commands_leave_what_transformers_and_peft_load(runs: None):
     adapted = logits(PeftModel.from_pretrained(base, "runs/chat"))
     assert not torch.allclose(adapted, logits(load("base")), atol=1e-2), "adapters have learned"
     merged = load("runs/chat-merged")
-    back = load("chat-gguf", gguf_file="model.gguf", quantization_config=GgufConfig(dequantize=True))
-    for model in (merged, back):
+    written = {"gguf_file": "model.gguf"}
+    back = [load("chat-gguf", **written, quantization_config=GgufConfig(dequantize=True))] if READS_GGUF else []
+    for model in (merged, *back):
         torch.testing.assert_close(logits(model), adapted, rtol=0, atol=1e-4)
     tokens = [
         AutoTokenizer.from_pretrained(folder, **how)("the <|im_end|>")["input_ids"]
-        for folder, how in (("base", {}), ("exported", {}), ("chat-gguf", {"gguf_file": "model.gguf"}))
+        for folder, how in (("base", {}), ("exported", {}), *([("chat-gguf", written)] if READS_GGUF else []))
     ]
-    assert tokens[0] == tokens[1] == tokens[2]
+    assert all(cut == tokens[0] for cut in tokens)

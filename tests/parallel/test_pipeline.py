@@ -26,6 +26,7 @@ from tests.builders.training.pipeline_runs import FOUR, GPIPE, INTERLEAVED, ONE_
 from tests.builders.training.sharded_runs import assert_same
 from tests.builders.training.sharded_runs import run as run_sharded
 from tests.builders.training_runs import MODELS, RecordingTrainer, Run, arguments, documents, fresh_accelerator_state
+from tests.builders.transformers_versions import skip_unless_loaded
 from tests.worlds.faults.stalled_runs import Stall, stalled_run
 from tests.worlds.rank_pool import RankFailure, RankPool
 
@@ -161,6 +162,7 @@ def test_each_process_reads_its_part(
 ):
     """Two stages that transformers loads, of ranks that share heads, or documents, or both; then whole, from their
     checkpoint."""
+    skip_unless_loaded(mesh)
     what = {"build": FOUR} | what
     MODELS[what["model"]](**what["build"]).save_pretrained(tmp_path / "model")
     options |= {"mesh": mesh, "stages": 2, "folder": str(tmp_path / "model"), "checkpointing": True}

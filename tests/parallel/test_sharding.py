@@ -29,6 +29,7 @@ from tests.builders.training_runs import (
     documents,
     fresh_accelerator_state,
 )
+from tests.builders.transformers_versions import SPREADS_MODELS, skip_unless_loaded
 from tests.worlds.rank_pool import RankPool
 
 DIMENSIONS: dict[str, tuple[Any, ...]] = {
@@ -108,6 +109,7 @@ def test_the_same_run_as_in_one_process(ranks: str, combination, one_process, tm
 
 @pytest.mark.parametrize(("model", "mesh"), MESHES, ids=str)
 def test_tensor_and_expert_parallelism(ranks4: RankPool, model: str, mesh, one_process, tmp_path: Path):
+    skip_unless_loaded(mesh)
     folder = tmp_path / "model"
     MODELS[model]().save_pretrained(folder)
     sharding = "zero1" if mesh.get("ep_size") == 4 else "zero3"
@@ -132,9 +134,18 @@ def test_adapters_on_a_model_sharded_as_it_was_loaded(
     ranks2: RankPool, model: str, mesh: dict[str, int], sharding: str, one_process, tmp_path: Path
 ):
     """They are whole on every rank, and Trainer would average their gradients in the middle of a step."""
+    skip_unless_loaded(mesh)
     MODELS[model]().save_pretrained(tmp_path / "model")
     options = {"folder": str(tmp_path / "model"), "mesh": mesh, "sharding": sharding, "adapter": "lora"}
     assert_same(ranks2.run(run, str(tmp_path), model=model, **options), one_process(model, "lora"))
+
+
+@pytest.mark.skipif(SPREADS_MODELS, reason="this transformers' Trainer knows that the model is sharded")
+def test_a_model_that_would_be_sharded_twice_is_refused(ranks2: RankPool, tmp_path: Path):
+    MODELS["llama"]().save_pretrained(tmp_path / "model")
+    for message in ranks2.run(refused, str(tmp_path), {"folder": str(tmp_path / "model"), "mesh": {"fsdp_size": 2}}):
+        assert "the model was sharded when it was loaded (fsdp_size=2)" in message
+        assert "valid: transformers>=5.19" in message
 
 
 def test_key_value_heads_that_cannot_be_shared(ranks4: RankPool, tmp_path: Path):

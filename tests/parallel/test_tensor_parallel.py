@@ -15,8 +15,10 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.ulysses import split_heads
 from hf_longctx.layouts.layout import Layout, zigzag
 from tests.builders.tiny_models import tiny_llama
+from tests.builders.transformers_versions import skip_unless_loaded
 from tests.worlds.rank_pool import RankPool, worker_state
 
+MESH = {"fsdp_size": 2, "tp_size": 2}
 TOKENS = 101
 NAMES = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.k_proj.weight", "lm_head.weight")
 
@@ -32,7 +34,7 @@ def loss_and_gradients(folder: str, ulysses: int) -> tuple[float, dict[str, torc
     if "exchange of heads" not in worker_state:
         worker_state["exchange of heads"] = Exchange(groups=[[0, 2], [1, 3]])
     exchange = worker_state["exchange of heads"]
-    mesh = DistributedConfig(fsdp_size=2, tp_size=2)
+    mesh = DistributedConfig(**MESH)
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=mesh, dtype=torch.float64)
     hf_longctx.patch_model(model)
     layout = Layout(zigzag(0, TOKENS, (0, 1)), ulysses)
@@ -52,6 +54,7 @@ def loss_and_gradients(folder: str, ulysses: int) -> tuple[float, dict[str, torc
 
 @pytest.mark.parametrize("ulysses", [1, 2])
 def test_heads_split_by_tensor_parallelism_and_again_by_ulysses(ranks4: RankPool, tmp_path: Path, ulysses: int):
+    skip_unless_loaded(MESH)
     model = tiny_llama(torch.float64)
     model.save_pretrained(tmp_path)
     logits = model(input_ids=documents()[None]).logits[0, :-1]

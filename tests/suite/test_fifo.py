@@ -146,7 +146,7 @@ def every_operation(in_order: bool) -> list[torch.Tensor | list]:
             results += [received, second]
 
         results.append(functional.all_reduce(values, "sum", other) + 0)
-        results.append(functional.all_gather_single(values, 0, other) + 0)
+        results.append(functional.all_gather_tensor(values, 0, other) + 0)
     return results
 
 

@@ -15,6 +15,7 @@ import importlib.util
 import json
 import math
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,8 @@ def _architecture_of(config: Any) -> Any:
 
 
 def refuse_configuration(config: Any) -> None:
-    """Raises ValueError unless transformers makes the same model of what the file says of it.
+    """Raises ValueError unless transformers makes the same model of what the file says of it, and where it is one before 5.18,
+    which reads other tokenizers back.
 
     Raises:
         ImportError: the package gguf is missing.
@@ -139,7 +141,13 @@ def refuse_configuration(config: Any) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("--format gguf needs the package gguf: pip install 'hf_longctx[gguf]'")
     from gguf import GGUFWriter
+    from transformers.integrations.gguf import gguf_tokenizer_mapping
 
+    if not hasattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
+        raise ValueError(
+            "--format gguf needs transformers>=5.18, which reads tokenizers back as they were; installed: "
+            f"{version('transformers')}. {ELSEWHERE}"
+        )
     if config.model_type not in ARCHITECTURES:
         raise ValueError(
             f"--format gguf writes {', '.join(ARCHITECTURES)}, and this is a {config.model_type}. {ELSEWHERE}"

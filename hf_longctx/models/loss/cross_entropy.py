@@ -107,7 +107,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, dtype=dtype, device=weight.device) if needs_weight else None
         grad_bias = torch.zeros(bias.shape, dtype=dtype, device=bias.device) if needs_bias else None
         total = torch.zeros((), dtype=dtype, device=hidden.device)
-        for rows in rows_with_label(labels, label_rows).split(chunk_tokens):
+        counted = rows_with_label(labels, label_rows)
+        # Nothing adds nothing, and torch 2.11 cannot split fake tensors without rows.
+        for rows in counted.split(chunk_tokens) if len(counted) else ():
             h = hidden[rows]
             target = labels[rows].unsqueeze(1)
             logits = torch.nn.functional.linear(h, weight, bias).to(dtype)

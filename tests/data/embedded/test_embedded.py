@@ -206,7 +206,7 @@ def test_the_quickstart_splits_a_document_in_most_steps(cpu, autocast, model_dir
     assert train.sum() <= 10_000
     assert held_out.sum() <= 3_000
     steps = [train[step] for step in GlobalBatches(train, run.arguments.seed, documents=documents).epoch(0)]
-    assert len(steps) >= 4
+    assert len(steps) >= 3  # by the files of the packages that are installed: 4 with the newest, 3 with the oldest
     # Some documents are longer than what a rank holds, and not all in the same step.
     assert sum(step.max() > capacity for step in steps) >= 2
     topology = Topology(2, capacity)

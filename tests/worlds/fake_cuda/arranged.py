@@ -13,7 +13,6 @@ from unittest.mock import patch
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-from transformers.distributed import expert_parallel
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx.attention.exchange import Exchange
@@ -34,7 +33,6 @@ def distributed(model: Any, case: Case) -> Any:
     asked = DistributedConfig(
         tp_size=case.tensor_parallel,
         fsdp_size=shards,
-        dp_replicate_size=1,
         ep_size=case.expert_parallel,
         pp_size=replicas,  # copies that transformers leaves alone: neither sharded nor cut
     )
@@ -62,7 +60,9 @@ def _split_sizes(rows: int, processes: int, router: str) -> list[list[int]]:
 
 @contextlib.contextmanager
 def router_counts(router: str) -> Iterator[None]:
-    """Answer for routers."""
+    """Answer for routers, of transformers from 5.23 on."""
+    from transformers.distributed import expert_parallel
+
     dispatch = expert_parallel.AllToAllEP._dispatch_tokens
 
     def dispatch_tokens(experts: Any, hidden: Any, chosen: torch.Tensor, weights: Any) -> Any:

@@ -1,5 +1,5 @@
-// Makes a torch built for CPUs believe that there is one CUDA device, for tensors without memory. Loaded before torch, which
-// looks for hooks of this name once.
+// Makes torch believe that there is one CUDA device, for tensors without memory. Loaded before torch, which looks for hooks of
+// this name once. A torch built for CUDA brings hooks of its own, and says on stderr that these are preferred.
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -16,7 +16,7 @@ struct CUDAHooks : public CUDAHooksInterface {
   DeviceIndex getCurrentDevice() const override { return 0; }
   Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
 };
-REGISTER_CUDA_HOOKS(CUDAHooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks)
 }
 
 namespace {

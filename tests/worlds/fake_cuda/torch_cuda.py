@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -73,5 +74,6 @@ def install() -> None:
     torch._C._cuda_getDriverVersion = lambda: 13000  # type: ignore[attr-defined]  # a build for CPUs has none
     torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
-    # Fake tensors would make one true allocation to initialise the device.
+    # Fake tensors would make one true allocation to initialise the device; a build for CUDA another one.
+    fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
     FakeTensorMode.avoid_device_init = property(lambda self: True)  # type: ignore[method-assign, assignment]

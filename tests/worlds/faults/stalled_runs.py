@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -210,6 +211,7 @@ def one_rank(folder: Path, store: str, rank: int) -> None:
 def main(folder: str) -> None:
     """A job of two ranks for each kind of store, all at once; prints the exit codes of their ranks 1."""
     ranks: dict[tuple[str, int], int] = {}
+    warnings.simplefilter("ignore", DeprecationWarning)  # from 3.12 on Python warns of forks beside threads
     for store in STORES:
         for rank in range(2):
             ranks[store, rank] = os.fork()
