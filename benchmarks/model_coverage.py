@@ -97,6 +97,12 @@ certify` certify them like any other; `patch_model` alone, and a copy that canno
 
 Over a layout a model is given token ids, and no images or sound: other inputs are refused there, and computed without a layout.
 
+**How long**: {limited_count} types have a table of positions, which ends, and no document may be longer. The certificate finds
+the end by running the copy, and the field that sets it by making copies with that field smaller, whatever its name is
+(`n_positions`; `max_position_embeddings`, less 2 in RoBERTa and its kin). A longer document is refused before training, and by
+`score`, `prefill`, `evaluate` and `generate`; `long_documents` cuts it ([settings](settings.md)). Rotary embeddings and ALiBi
+have no end. These have one: {limited}.
+
 **How exact**: {precision}
 
 ## Split: documents over any ranks ({split_count})
@@ -154,6 +160,8 @@ class Line:
     """See registered.py."""
     casts: tuple[str, ...] = ()
     """Operations whose casts to float32 leave more than 1e-9; see Certificate."""
+    positions: str = ""
+    """The longest document that the default configuration has positions for; empty: any, or none is known."""
 
 
 def certified(model_type: str) -> Line:
@@ -185,6 +193,7 @@ def certified(model_type: str) -> Line:
         certificate.tested,
         registered(cls, own_configuration(cls, config)),
         certificate.casts,
+        str(certificate.traits.positions or ""),
     )
 
 
@@ -207,6 +216,8 @@ def page(lines: Sequence[Line]) -> str:
         all=len(lines),
         exact=len(lines) - len(of["refused"]),
         refused=refused,
+        limited=", ".join(f"`{line.model_type}`" for line in by_name if line.positions),
+        limited_count=sum(bool(line.positions) for line in by_name),
         precision=_precision([line for line in by_name if line.kind != "refused"]),
         **{kind: ", ".join(f"`{line.model_type}`" for line in of[kind]) for kind in CLASSES[:-1]},
         **{f"{kind}_count": len(of[kind]) for kind in CLASSES[:-1]},
@@ -263,6 +274,7 @@ def main() -> int:
         "model types/of the most used, refused": sum(
             line.kind == "refused" for line in lines if line.model_type in MOST_USED
         ),
+        "model types/with a longest document": sum(bool(line.positions) for line in lines),
         **{
             f"registration/wrong {how} a layout": sum(
                 line.registered[at] not in ("exact", "refused", "-") for line in lines
@@ -281,6 +293,7 @@ def main() -> int:
             "seconds": f"{line.seconds:.1f}",
             "registered, layout": line.registered[0],
             "registered, none": line.registered[1],
+            "longest document": line.positions,
             "reason": " ".join(line.reason.split())[:200],
         }
         for line in sorted(lines, key=lambda line: (CLASSES.index(line.kind), line.model_type))

@@ -32,10 +32,11 @@ from hf_longctx.certificate.exactness import (
     worst_difference,
 )
 from hf_longctx.certificate.float64 import Float64, float64_throughout
+from hf_longctx.certificate.position_tables import longest_document
 from hf_longctx.certificate.probing import classes_by_document, first_position
 from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.certificate.tiny_config import tiny_configuration
-from hf_longctx.certificate.tiny_model import tiny_model
+from hf_longctx.certificate.tiny_model import own_configuration, tiny_model
 from hf_longctx.models.general import refuse_unreachable
 from hf_longctx.models.patch import attention_layers, install
 from hf_longctx.models.traits import ALONE, Traits
@@ -98,6 +99,8 @@ class Certificate:
     def __str__(self) -> str:
         """A line for reports of a model that was accepted."""
         documents = DOCUMENTS[self.traits.documents]
+        if self.traits.positions is not None:
+            documents += f", of at most {self.traits.positions}"
         if not self.exact:
             return (
                 f"{self.model_class} is uncertified: no tiny copy could be tested, and nobody knows whether it is exact over "
@@ -218,13 +221,15 @@ def _test(cls: type, config: Any, tiny: Any = None) -> Certificate:
             if bidirectional:
                 return Certificate(name, exact=False, traits=Traits(), reason=NOT_CAUSAL)
             first = _compare(cls, tiny, documents, right, "masks", mode)
+            if first.exact:
+                return _with_positions(first, cls, config, tiny)
             # Attention layers of ours take a layout whatever the traits say.
-            other_ways: tuple[Way, ...] = () if first.exact or families else ("own", "alone")
+            other_ways: tuple[Way, ...] = () if families else ("own", "alone")
             reasons = [first.reason]
             for way in other_ways:
                 other = _compare(cls, tiny, documents, right, way, mode)
                 if other.exact:
-                    return replace(other, reason=first.reason)
+                    return _with_positions(replace(other, reason=first.reason), cls, config, tiny)
                 reasons.append(f"{WAYS[way]}: {other.reason}")
             return replace(first, reason="; ".join(reasons))
     return Certificate(name, exact=False, tested=False, traits=Traits(), reason=_without_answer(cls, tiny, failure))
@@ -260,6 +265,13 @@ def _compare(cls: type, tiny: Any, documents: Documents, right: Answer, way: Way
         reason = f"{where} differs by {worst:.1e} of the largest"
     casts = tuple(sorted(mode.narrowed)) if worst > TOLERANCE else ()
     return Certificate(name, exact=not reason, traits=traits, reason=reason, error=worst, where=where, casts=casts)
+
+
+def _with_positions(certificate: Certificate, cls: type, config: Any, tiny: Any) -> Certificate:
+    """Add to the traits of an exact model how long its documents may be."""
+    traits = certificate.traits
+    longest = longest_document(own_configuration(cls, config), tiny, traits, lambda other: _patched(cls, other, traits))
+    return replace(certificate, traits=replace(traits, positions=longest))
 
 
 def _traits(cls: type, tiny: Any, documents: Documents, way: Way) -> Traits:

@@ -129,7 +129,7 @@ class _Shrinking:
         self.original = config = own_configuration(self.cls, config)
         self.values = given_values(config)
         self.changes = changes(self.values)
-        self.text = _path_of_text(config)
+        self.text = path_of_text(config)
         self.config: Any = None
         self.choice: Choice | None = None
 
@@ -245,14 +245,14 @@ def _take_non_arguments(config: Any, values: dict[str, Any], path: Path = ()) ->
     return taken
 
 
-def _path_of_text(config: Any) -> Path:
+def path_of_text(config: Any) -> Path:
     """Returns where the configuration of the decoder is within `config`."""
     text = config.get_text_config(decoder=True)
     for name, value in vars(config).items():
         if value is text:
             return (name,)
         if hasattr(value, "to_dict") and any(inner is text for inner in vars(value).values()):
-            return (name, *_path_of_text(value))
+            return (name, *path_of_text(value))
     return ()
 
 

@@ -36,6 +36,8 @@ def certify(
     if traits.document_wise:
         names = ", ".join(name.rsplit(".", 1)[-1] for name in traits.document_wise)
         print(f"  document by document: {names}")
+    if traits.positions is not None:
+        print(f"  documents of at most {traits.positions}, where positions end")
     if certificate.reason:
         print(f"  {'no layout reaches it' if traits.alone else 'attention of its own'}: {certificate.reason}")
     print(f"  largest difference: {certificate.error:.1e} of the largest gradient ({certificate.where}), float64")

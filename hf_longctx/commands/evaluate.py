@@ -287,11 +287,28 @@ def _evaluated(
     from hf_longctx.inference.evaluation.evaluate import evaluate_model
 
     model = load_model(path, precision.weights, device, wanted.uncertified)
+    _refuse_beyond_positions(model, documents, trials, wanted)
     with _bar(name) as show, precision.computing(device, keep_casts=False):
         evaluation = evaluate_model(
             model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show
         )
     return evaluation, precision.said_of(model)
+
+
+def _refuse_beyond_positions(model: Any, documents: Sequence[Any], trials: Sequence[Any], wanted: Wanted) -> None:
+    """Raise ValueError for documents and texts that are longer than a model has positions for, naming the options that help."""
+    from hf_longctx.models.documents import longest_of, refuse_beyond_positions
+    from hf_longctx.settings import EMBEDDED_DATA
+
+    most = longest_of(model)
+    texts = [len(trial.prompt) + len(trial.answer) - 1 for trial in trials]
+    refuse_beyond_positions(model, max(texts, default=0), "a text of --lengths", f": --lengths {most}")
+    lengths = [len(document.ids) for document in documents]
+    if lengths:
+        longest = max(lengths)
+        which = f"document {lengths.index(longest)} of {wanted.data}"
+        shorter = f"--lengths {most}, or other --data" if wanted.data == EMBEDDED_DATA else "other --data"
+        refuse_beyond_positions(model, longest, which, f": {shorter}")
 
 
 @contextmanager

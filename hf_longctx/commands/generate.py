@@ -99,6 +99,7 @@ def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     from hf_longctx.commands.shared.loading import load_model, load_tokenizer, resolved
     from hf_longctx.commands.shared.ranks import first_process_first
     from hf_longctx.inference.score import prefill
+    from hf_longctx.models.documents import longest_of, refuse_beyond_positions
     from hf_longctx.models.whole_prompt import NoCache
 
     with first_process_first():
@@ -107,6 +108,14 @@ def generate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     ids = prompt_ids(tokenizer, wanted)
     precision = inference_precision([path], wanted.dtype, device)
     model = load_model(path, precision.weights, device, wanted.uncertified)
+    if (most := longest_of(model)) is not None:
+        room = most + 1 - len(ids)  # the last token that is written is not read
+        refuse_beyond_positions(
+            model,
+            len(ids) + wanted.max_new_tokens - 1,
+            f"the prompt of {len(ids)} tokens, with all but the last of {wanted.max_new_tokens} new ones,",
+            f", such as --max-new-tokens {room}" if room > 0 else "",
+        )
     with precision.computing(device, keep_casts=True):
         cache, use_cache = None, True
         if len(ids) > 1:

@@ -39,7 +39,7 @@ from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.costs import counted_cost, guessed_cost
-from hf_longctx.models.documents import documents_of
+from hf_longctx.models.documents import documents_of, refuse_beyond_positions
 from hf_longctx.models.loss.cross_entropy import IGNORE
 from hf_longctx.models.loss.head import base_outputs
 from hf_longctx.models.loss.own_logits import logits_of
@@ -79,8 +79,8 @@ def score(
 
     Raises:
         ValueError: the model is not patched, a document is empty, not flat, or holds what is no token of the model, one is
-            too long for all ranks together (for one rank, where it must stay whole), a setting is out of range, or ranks passed
-            different arguments.
+            too long for all ranks together (for one rank, where it must stay whole) or longer than it has positions for, a
+            setting is out of range, or ranks passed different arguments.
     """
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
     with _agreement("score", (capacity, ulysses), exchange) as agree:
@@ -152,8 +152,8 @@ def prefill(
         Logits of the token after the prompt, [V], on every rank; and the cache, None on a rank that did not want it.
 
     Raises:
-        ValueError: the model is not patched, the prompt is empty, not flat, or holds what is no token of the model,
-            `to` is no rank, or ranks passed different arguments. NoCache: the class makes none.
+        ValueError: the model is not patched, the prompt is empty, not flat, holds what is no token of the model, or more tokens
+            than it has positions for, `to` is no rank, or ranks passed different arguments. NoCache: the class makes none.
     """
     rank, world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
     with _agreement("prefill", (ulysses, to), exchange) as agree:
@@ -284,6 +284,7 @@ def _token_ids(document: torch.Tensor | Sequence[int], name: str, language_model
     smallest, largest = int(ids.min()), int(ids.max())
     if smallest < 0 or largest >= tokens:
         raise ValueError(f"{name} holds token ids {smallest} to {largest}; the model knows 0 to {tokens - 1}")
+    refuse_beyond_positions(language_model, len(ids), name)
     return ids.long()
 
 

@@ -10,6 +10,20 @@ from hf_longctx.planner.topology import Documents
 
 
 @dataclass(frozen=True)
+class Positions:
+    """The longest document that a model has positions for: those of a table, whose size is a field of its configuration."""
+
+    tokens: int
+    field: str
+    """Its name, such as max_position_embeddings."""
+    size: int
+    """Its value; not all rows of a table need be positions of a document."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens} tokens ({self.field}={self.size})"
+
+
+@dataclass(frozen=True)
 class Traits:
     """Holds what is particular to one class and configuration."""
 
@@ -27,6 +41,8 @@ class Traits:
     """False while it is asked which modules carry a state: then there need be no attention layer."""
     takes_positions: bool = True
     """Whether the base model takes position_ids."""
+    positions: Positions | None = None
+    """The longest document that there are positions for; None: any, or it is not known."""
 
     @property
     def documents(self) -> Documents:

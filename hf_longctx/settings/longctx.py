@@ -61,8 +61,9 @@ class LongctxConfig(Section):
     """what becomes of documents longer than `longest_document`: `error` names one and stops; `truncate` keeps the beginning;
     `split` makes documents of their own of its pieces; `drop` leaves them out. What is lost is counted in one warning"""
     longest_document: Tokens | None = Field(default=None, gt=1)
-    """tokens; null: what all ranks together hold at first launch, or one rank where the model's documents stay whole. Kept in the
-    checkpoint: a resumed run, on any number of ranks, cuts where the first launch did"""
+    """tokens; null: what all ranks together hold at first launch, or one rank where the model's documents stay whole, and no more
+    than the model has positions for. Kept in the checkpoint: a resumed run, on any number of ranks, cuts where the first launch
+    did"""
     overlap_tokens: Tokens = Field(default=0, ge=0)
     """with `split`: tokens by which each piece begins before the end of the one before it; there they are context only, so
     that no label is learned twice and none is lost"""
@@ -314,14 +315,18 @@ class LongContextPlugin(LongctxConfig):
                 f"{profile.host_bandwidth} in {self.profile!r}: measure again with `hf-longctx profile`",
             )
 
-    def first_longest_document(self, ranks: int, documents: Documents = "split") -> int | None:
+    def first_longest_document(
+        self, ranks: int, documents: Documents = "split", positions: int | None = None
+    ) -> int | None:
         """Return the tokens at which a run that begins now on `ranks` ranks cuts long documents; None: nothing is cut.
 
         Args:
             documents: how they may lie on ranks; one that stays whole is no longer than one rank's capacity.
+            positions: tokens of the longest document that the model has positions for; None: any.
         """
         if self.longest_document is None and self.long_documents != "error":
-            return self.capacity * (ranks if documents == "split" else 1)
+            room = self.capacity * (ranks if documents == "split" else 1)
+            return room if positions is None else min(room, positions)
         return self.longest_document
 
 

@@ -16,8 +16,8 @@ from transformers.trainer_callback import TrainerState
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
-from hf_longctx.data.long_documents import Pieces, cut_documents
-from hf_longctx.models.documents import documents_of
+from hf_longctx.data.long_documents import Pieces, cut_documents, other_policies
+from hf_longctx.models.documents import documents_of, longest_of, refuse_beyond_positions
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.cost.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
@@ -88,6 +88,7 @@ class RunData:
         begin(index)
         policy, overlap = plugin.long_documents, plugin.overlap_tokens
         pieces = cut_documents(dataset, index, policy, self._longest_document(), overlap)
+        refuse_pieces_beyond_positions(trainer.model, pieces)
         steps = (dataset, pieces, batches_of(pieces), collator)
         return PlannedSteps(*steps) if plugin.loader == "local" else self._remote_steps(*steps)
 
@@ -170,7 +171,8 @@ class RunData:
     def _first_longest_document(self) -> int | None:
         """Return the tokens at which a run that begins now cuts long documents; None: they are not cut."""
         trainer = self._trainer
-        return trainer.plugin.first_longest_document(trainer.world.ranks, documents_of(trainer.model))
+        model = trainer.model
+        return trainer.plugin.first_longest_document(trainer.world.ranks, documents_of(model), longest_of(model))
 
     def training_batches(self, pieces: Pieces) -> GlobalBatches:
         """Group what documents have become into the global batches of training."""
@@ -217,6 +219,21 @@ class RunData:
                 },
                 noise=args.neftune_noise_alpha if args.process_index == 0 else None,
             )
+
+
+def refuse_pieces_beyond_positions(model: Any, pieces: Pieces) -> None:
+    """Raise ValueError for the longest of the texts to train on, if the model has not enough positions for it."""
+    most = longest_of(model)
+    if most is None:
+        return
+    piece = int(pieces.lengths.argmax())
+    length, document = int(pieces.lengths[piece]), f"document {pieces.document[piece]}"
+    refuse_beyond_positions(
+        model,
+        length,
+        f"a piece of {document}" if pieces.is_part(piece) else document,
+        f": longctx.longest_document={most} with {other_policies(length, most)}",
+    )
 
 
 def training_values(steps: PlannedSteps, args: Any) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def dry_run(
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.hardware.devices import said_of_speeds
-    from hf_longctx.models.documents import documents_of
+    from hf_longctx.models.documents import documents_of, positions_of
     from hf_longctx.planner import Topology
     from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers
     from hf_longctx.precision import with_precision
@@ -127,6 +127,8 @@ def dry_run(
             f"whole     each document lies on one rank, {how}, with at most {topology.longest_document:,} tokens: {why}",
             soft_wrap=True,
         )
+    if (positions := positions_of(run.model)) is not None:
+        console.print(f"positions documents of at most {positions}, where the model's positions end", markup=False)
     gpu = None if on_cpu else device or _gpu_here().name
     profile = run.plugin.profile or (device if device is not None and device.endswith(".json") else None)
     if profile is not None:
@@ -226,25 +228,28 @@ def _steps(
     from hf_longctx.data.length_index import refuse_tokens_outside
     from hf_longctx.data.long_documents import cut_documents
     from hf_longctx.data.step_plans import Planning, StepPlans
+    from hf_longctx.models.documents import longest_of
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.planner.mixture import Mixture
     from hf_longctx.training.arguments import fold_accumulation
     from hf_longctx.training.measuring.step_costs import cost_model
+    from hf_longctx.training.run_data import refuse_pieces_beyond_positions
 
     plugin, arguments = run.plugin, run.arguments
     documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens
     if documents is None and tokens is None:
         documents = fold_accumulation(arguments, plugin, topology.world_size)
     seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
+    longest_allowed = min(topology.longest_document, longest_of(run.model) or topology.longest_document)
     longest = plugin.longest_document
     if longest is None and plugin.long_documents != "error":
-        longest = topology.longest_document
-    longest_allowed = topology.longest_document
+        longest = longest_allowed
     dataset, index, description = _documents(
         config, lengths, documents, tokens, seed, min(longest or longest_allowed, longest_allowed)
     )
     refuse_tokens_outside(dataset, run.model.config.get_text_config().vocab_size)
     pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
+    refuse_pieces_beyond_positions(run.model, pieces)
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)

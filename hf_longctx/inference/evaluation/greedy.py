@@ -20,7 +20,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.inference.evaluation.batches import batches_of
 from hf_longctx.inference.score import evaluating, hidden_states, planned
 from hf_longctx.models.attention import is_patched
-from hf_longctx.models.documents import documents_of
+from hf_longctx.models.documents import documents_of, refuse_beyond_positions
 from hf_longctx.models.loss.own_logits import logits_of
 from hf_longctx.planner.topology import Topology
 
@@ -45,7 +45,8 @@ def greedy_answers(
         on_progress: called with the tokens that have been read since the last call.
 
     Raises:
-        ValueError: the model is not patched, a prompt or an answer is empty, or one does not fit.
+        ValueError: the model is not patched, a prompt or an answer is empty, or one does not fit, or is longer than the model has
+            positions for.
     """
     language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not is_patched(language_model):
@@ -58,6 +59,9 @@ def greedy_answers(
     ids = [np.concatenate(pair) for pair in zip(prompts, answers)]
     first_row = np.array([len(prompt) - 1 for prompt in prompts])
     lengths = [len(sequence) - 1 for sequence in ids]  # nothing is asked after the last token
+    if lengths:
+        longest = int(np.argmax(lengths))
+        refuse_beyond_positions(language_model, lengths[longest], f"prompt {longest} with its answer")
     kind = documents_of(language_model)
     capacity, batches = batches_of(lengths, world_size, capacity, kind)
     topology = Topology(world_size, capacity, documents=kind)

@@ -30,7 +30,7 @@ from hf_longctx.data.media import ONLY_TEXT, media_column
 from hf_longctx.data.packed import packed_reason
 from hf_longctx.inference.evaluation.batches import batches_of
 from hf_longctx.inference.score import score
-from hf_longctx.models.documents import documents_of
+from hf_longctx.models.documents import documents_of, refuse_beyond_positions
 
 FIRST_EDGE = 128
 """End of the first bucket of positions, and of lengths."""
@@ -261,6 +261,9 @@ def _scored(
     exchange = settings["exchange"]
     lengths = [len(ids) for ids in documents]
     ranks = exchange.world_size if exchange else 1
+    if lengths:
+        longest = int(np.argmax(lengths))
+        refuse_beyond_positions(model, lengths[longest], f"document {longest}")
     capacity, batches = batches_of(lengths, ranks, settings["capacity"], documents_of(model))
     for batch in batches:
         given = [documents[number] for number in batch]
