@@ -6,6 +6,7 @@ Streams and events order what is asked of them (clocks.py), and who makes the *h
 from __future__ import annotations
 
 import contextlib
+import ctypes
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +23,8 @@ H100 = SimpleNamespace(
 )
 
 
+DRIVER = SimpleNamespace(cuDriverGetVersion=lambda version: setattr(version._obj, "value", 13000))
+"""CUDA's own library, which is asked for the driver's version."""
 PINNED: set[StorageWeakRef] = set()
 """Storages of pinned memory. The weak reference keeps another one from being taken for it."""
 
@@ -71,7 +74,8 @@ def install() -> None:
         if not hasattr(torch.cuda, name):
             raise RuntimeError(f"torch {torch.__version__} has no torch.cuda.{name}: nobody would call its stand-in")
         setattr(torch.cuda, name, answer)
-    torch._C._cuda_getDriverVersion = lambda: 13000  # type: ignore[attr-defined]  # a build for CPUs has none
+    library = ctypes.CDLL
+    ctypes.CDLL = lambda name, *more, **named: DRIVER if name == "libcuda.so.1" else library(name, *more, **named)  # type: ignore[assignment, misc]
     torch.Tensor.pin_memory = _pin_memory  # type: ignore[method-assign, assignment]
     torch.Tensor.record_stream = lambda tensor, stream: None  # type: ignore[method-assign, assignment]
     # Fake tensors would make one true allocation to initialise the device; a build for CUDA another one.
