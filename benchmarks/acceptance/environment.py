@@ -100,7 +100,7 @@ def _nccl(bench: Bench) -> None:
     if torch.cuda.is_available():
         bench.table("NCCL", [{"version": ".".join(map(str, torch.cuda.nccl.version()))}])
     config = options.Options().config
-    fields = [name for name in dir(config) if not name.startswith("_")]
+    fields = [name for name in dir(config) if not name.startswith("_") and not callable(getattr(config, name))]
     bench.table(
         "Fields of ProcessGroupNCCL.Options().config",
         [{"field": name, "default": str(getattr(config, name))} for name in fields],

@@ -1,6 +1,6 @@
-"""A GPU that is not there: fake tensors that say they are on cuda, forward and backward, on a torch built for CPUs.
+"""A GPU that is not there: fake tensors that say they are on cuda, forward and backward, on any torch.
 
-    hooks.cpp      what a CPU build of torch lacks: that CUDA exists, and which stream is current
+    hooks.cpp      what torch lacks without a GPU: that CUDA exists, and which stream is current
     library.py     compiles it for the torch at hand, and loads it before torch is imported
     torch_cuda.py  torch.cuda's functions for one H100
     clocks.py      streams and events, as vector clocks
