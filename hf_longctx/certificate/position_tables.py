@@ -122,7 +122,7 @@ def _longest(runs: Runs, fails: int, guesses: Iterable[int]) -> int:
 def _runs_of(tiny: Any, traits: Traits, make: MakeCopy, most: int) -> Runs | None:
     """Return what tells whether a copy runs over a document of up to `most` tokens; None: its class refuses a size."""
     try:
-        model = make(tiny).eval()
+        model = make(tiny).train()  # xLSTM's chunks of inference are no table
         document = ordinary_tokens(tiny, most)
     except Exception:  # of whatever class
         return None

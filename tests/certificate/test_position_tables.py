@@ -136,6 +136,7 @@ def test_a_class_that_refuses_other_sizes_has_no_known_end():
         ("qwen3", {}, None),
         ("xglm", {}, None),
         ("mamba", {}, None),
+        ("xlstm", {}, None),
     ],
 )
 def test_a_certificate_says_how_long_documents_may_be(model_type: str, fields: dict[str, Any], expected):
@@ -143,8 +144,8 @@ def test_a_certificate_says_how_long_documents_may_be(model_type: str, fields: d
     certificate = new_certificate(causal_lm_class(config), config)
     assert certificate.exact
     assert certificate.traits.positions == expected
-    said = "" if expected is None else f", of at most {expected.tokens} tokens ({expected.field}={expected.size});"
-    assert said in str(certificate)
+    words = "" if expected is None else f", of at most {expected.tokens} tokens ({expected.field}={expected.size});"
+    assert words in str(certificate)
 
 
 def test_certify_says_how_long_documents_may_be(capsys: pytest.CaptureFixture[str]):
