@@ -227,13 +227,13 @@ class Measured:
 
 def main() -> int:
     arguments, cases = _arguments()
+    if not arguments.no_peers:
+        installed_peers()  # or say at once what is missing
     load = os.getloadavg()[0]
     report = any_lengths.Report()
     if arguments.any_lengths:
         print("any lengths ...", file=sys.stderr)
         report = any_lengths.measured(arguments.any_lengths, processes=os.cpu_count() or 1)
-    if not arguments.no_peers:
-        installed_peers()  # or say at once what is missing
     rows: list[dict[str, str]] = []
     figures: dict[str, float] = {}
     cannot: list[str] = []
