@@ -1,6 +1,6 @@
 """How good plans are, how long planning takes, and how much memory: ours, baselines, Megatron-Core's and verl's.
 
-    python benchmarks/planner.py --json benchmarks/results/planner.json --check                      # 15 minutes
+    python benchmarks/planner.py --json benchmarks/results/planner.json --check                      # 10 minutes on two cores
     python benchmarks/planner.py --sizes 1000x64 --repeats 3 --no-peers --any-lengths 0 --before ''  # a quick look
 
 Three distributions of lengths (simulator/lengths.py) in three sizes of documents x ranks, ranks in nodes of 8, and two
