@@ -47,7 +47,7 @@ FEW_ROUNDS, FEW_HALVINGS = 4, 3
 NEAR = 1003
 """Thousandths of an estimate within which rounds may end for no other to be dealt."""
 STEPS = 32
-"""Where so many rounds, 64 or more, are too few, a 32nd more are looked at next."""
+"""Share of rounds by which more are looked at next, a 32nd, where 64 or more are too few."""
 DEALT = 3
 """Most estimates, the lowest first, of which documents are dealt."""
 
