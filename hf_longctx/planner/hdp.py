@@ -10,12 +10,13 @@ below lie in placing/, but for bound.py.
 2. Large documents get groups that end before the target: blocks of adjacent ranks, longest first (rank_blocks.py); or ranks
    that are free first get the longest document that fits there (niches.py); or only those up to the last that needs more than a
    node have blocks or windows of nodes (windows.py), and each node's ranks are divided among the others (bisection.py); on few
-   ranks also any ranks that are free first (least_loaded.py). Where all of these end late, and documents are many, rounds of
-   them for which nobody waits (rounds/). A group holds its document in zigzag, alone in a micro-batch. search.py chooses.
+   ranks also any ranks that are free first (least_loaded.py). A group holds its document in zigzag, alone in a micro-batch.
+   search.py chooses.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
-5. Where that ends late, the plan of mode `lockstep` is made too, and taken without its barriers if it ends clearly sooner.
+5. Where that ends clearly later than rounds might, the plan of mode `lockstep` is made too (rounds/), and taken without its
+   barriers if it ends clearly sooner.
 6. Unequal ranks are planned for in other orders too (rank_order.py). Few documents on equal ranks may lie as other planners
    place them, or all stay whole (other_placements.py).
 
@@ -50,18 +51,18 @@ from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.other_placements import best_of_others
 from hf_longctx.planner.placing.rank_order import RankOrder, orders_by_speed
 from hf_longctx.planner.placing.rounds.lockstep import plans_in_rounds
-from hf_longctx.planner.placing.search import NEAR, TOGETHER, WORST, Search
+from hf_longctx.planner.placing.search import NEAR, TOGETHER, Search
 from hf_longctx.planner.placing.whole import plan_whole
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import pipeline_contexts
 from hf_longctx.planner.topology import PlanError, Topology
 
-WITHIN_REACH = 1020
-"""Thousandths of a plan up to which rounds may end for better ones to be tried, which gain 1 %."""
-WINDOWS_WITHIN_REACH = 1010
-"""The same for rounds through windows, which take five times as long."""
+FAR = 1040
+"""Thousandths of the bound of rounds above which they are tried where they take long, with more than MANY_DOCUMENTS, or hardly
+ever end near it, with more than FEW_DOCUMENTS but fewer than EVEN to a rank."""
+EVEN = 2
+FEW_DOCUMENTS = 100
 MANY_DOCUMENTS = 5_000
-"""With more, better rounds are only tried where those of the search come near."""
 
 
 @as_work_decides
@@ -146,22 +147,14 @@ def _planned(
     bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
-    rounds_end = WORST
-    few_members = _few_members(tokens, topology)
-    # Where few documents end late, rounds of all of them follow, which end as soon as those of the search, with large ones alone;
-    # but they know nothing of offload.
-    rounds_follow = mode == "async" and offload is None and few_members and len(ordered) <= MANY_DOCUMENTS
-
     def placed(room: np.ndarray) -> list[tuple[Placement, PlacementContext]]:
-        nonlocal rounds_end
         goals = [(bound, placement_context(topology, cost))]
         if mode == "pipeline":
             goals = pipeline_contexts(ordered, topology.fewest_ranks(room), times, topology, cost)
         candidates = []
         for goal, context in goals:
             search = Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, context)
-            candidates.append((search.best(in_rounds=not rounds_follow), context))
-            rounds_end = min(rounds_end, search.rounds_end)
+            candidates.append((search.best(), context))
         return candidates
 
     placements = placed(at_least_later(tokens))
@@ -177,16 +170,20 @@ def _planned(
     # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
     plan = plans[0] if len(plans) == 1 else min(plans, key=_makespan)
     yield plan
-    soonest = min(placement.makespan for placement, _ in placements)
-    late = soonest * 1000 > (bound if least is None else least) * NEAR
-    if len(ordered) > MANY_DOCUMENTS and rounds_end * 1000 > soonest * WITHIN_REACH:
-        late = False  # hardly ever do better rounds gain as much, and for many documents they take long
-    if mode == "async" and late and few_members:
-        for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost)):
-            rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
-            yield rounds
-            if _makespan(rounds) * 1000 > _makespan(plan) * WINDOWS_WITHIN_REACH:
-                break
+    if mode != "async" or not _few_members(tokens, topology):
+        return
+    soonest = _makespan(plan)
+    if soonest * 1000 <= (bound if least is None else least) * NEAR:
+        return
+    documents = len(ordered)
+    likely = documents <= FEW_DOCUMENTS or EVEN * topology.world_size <= documents <= MANY_DOCUMENTS
+    if soonest * 1000 <= lower_bound(ordered, topology, cost, "lockstep", tokens) * (TOGETHER if likely else FAR):
+        return
+    for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost)):
+        rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
+        yield rounds
+        if _makespan(rounds) >= soonest:
+            return  # better rounds take several times as long, and hardly ever gain that much
 
 
 def _few_members(tokens: np.ndarray, topology: Topology) -> bool:

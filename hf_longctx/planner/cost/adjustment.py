@@ -244,6 +244,10 @@ def agreed(
                 speeds[rank] = _settled(FULL * pace // slow, speeds[rank], FULL // AT_ONCE, FULL * AT_ONCE)
         attention = _changed(FULL * ratio * pace // MILLION**2, attention)
         linear = _changed(FULL * pace // MILLION, linear)
+    # A slow rank that has never run alone would make exchanges look slow.
+    known = [split for split in splits if all(slowness[rank] for rank, _ in split[0].members)]
+    if len(known) >= LEAST_SAMPLES:
+        splits = known
     exchange = _exchange(splits, attention, linear, speeds, before.exchange)
     speeds = [FULL if abs(speed - FULL) < DEAD_BAND else speed for speed in speeds]
     return Adjustment(attention, linear, exchange, None if set(speeds) == {FULL} else tuple(speeds))

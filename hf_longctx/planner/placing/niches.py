@@ -24,7 +24,7 @@ are ours.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heapreplace
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, ti
 from hf_longctx.planner.placing.bisection import Large
 from hf_longctx.planner.placing.rank_blocks import NEARLY_BUSY, STEPS, smallest_group
 
+FIRST_DELAY = 2000
+"""Of the target: how much later it becomes at first where no niche is left; then by half as much again each time."""
+FEW = 16
+"""Units up to which a group's ranks are sorted in the simplest way: a third of the time went for it."""
 ROUNDED = 1e-9
 """A share of what ranks can do that is more than float64 loses in a sum of it."""
 
@@ -47,6 +51,7 @@ def place_in_niches(
     domain: int,
     unit: int,
     target: int,
+    latest: int,
     even: bool,
     context: PlacementContext,
     sizes: np.ndarray,
@@ -56,11 +61,12 @@ def place_in_niches(
     first_member: np.ndarray,
     members: int,
 ) -> int:  # pragma: no cover - compiled
-    """Places documents `begin` to `end` so that all end by `target`.
+    """Places documents `begin` to `end` so that all end by `target`, or as little later as can be.
 
     Args:
         domain: ranks of a domain, a multiple of `unit`: no document lies in two of them.
         unit: ranks that are taken together. Those that are left over at the end of a domain are not used.
+        latest: where documents that wait find no niche, `target` is moved up to there, by as much as they need.
         even: whether as many documents as a niche holds of one size share all of it.
         sizes, starts: int64 [documents], filled: ranks of each document, and when it begins.
         loads: int64 [world_size], changed: when each rank has done its documents.
@@ -72,11 +78,13 @@ def place_in_niches(
     """
     world_size = len(loads)
     domains = -(-world_size // domain)
-    stride = 2 * (min(domain, world_size) // unit) + 2
-    # Runs of units that are free at the same time, the earliest first, each a list through `following`, by first ranks.
+    stride = min(domain, world_size) // unit
+    # Of each domain, a heap of runs of units that are free at the same time, the earliest first: when, how many, and the first
+    # ranks of the first and the last unit; `following` leads from one to the other.
     height, width = np.empty(domains * stride, np.int64), np.empty(domains * stride, np.int64)
-    head, following = np.empty(domains * stride, np.int64), np.full(world_size, -1)
-    first_run, runs = np.empty(domains, np.int64), np.empty(domains, np.int64)  # [domains]: of those that it has
+    head, tail = np.empty(domains * stride, np.int64), np.empty(domains * stride, np.int64)
+    following = np.full(world_size, -1)
+    runs = np.zeros(domains, np.int64)  # [domains]: of those that it has
     open_domains: Any = [(np.int64(0), np.int64(0))]
     open_domains.pop()
     for index in range(domains):
@@ -86,12 +94,12 @@ def place_in_niches(
             continue
         busy = loads[first : first + units * unit : unit]
         order = np.argsort(-busy, kind="mergesort")[::-1]  # of those that are free together, the last comes first
-        first_run[index], runs[index] = run, 0
-        for j in order:
-            if runs[index] == 0 or height[run + runs[index] - 1] != busy[j]:
-                height[run + runs[index]], width[run + runs[index]], head[run + runs[index]] = busy[j], 0, -1
-                runs[index] += 1
+        for j in order:  # what ascends is a heap
             newest = run + runs[index] - 1
+            if runs[index] == 0 or height[newest] != busy[j]:
+                newest += 1
+                height[newest], width[newest], head[newest], tail[newest] = busy[j], 0, -1, first + j * unit
+                runs[index] += 1
             following[first + j * unit] = head[newest]
             head[newest] = first + j * unit
             width[newest] += 1
@@ -101,7 +109,8 @@ def place_in_niches(
         listed(large.lengths), listed(large.footprints), listed(large.best), listed(large.work), listed(large.alone)
     )
     footprints, best = large.footprints, large.best
-    height, width, head, following = listed(height), listed(width), listed(head), listed(following)
+    height, width, head = listed(height), listed(width), listed(head)
+    tail, following = listed(tail), listed(following)
     # By width of a niche, the first document that it holds.
     fits_from = listed(np.full(domain // unit + 1, end))
     i, capacity = end - 1, context.capacities.max()
@@ -109,45 +118,65 @@ def place_in_niches(
         while i >= begin and footprints[i] <= units * unit * capacity:
             i -= 1
         fits_from[units] = i + 1
+    # By width of a niche, the first document that ended in time in the last one as wide.
+    likely_first = listed(np.full(domain // unit + 1, begin))
     following_document = listed(np.arange(end + 1))
     waiting = end - begin
     # Work that waits, and what equal ranks can still do until the target: with less, one will find no niche.
     work_left, room_left = 0.0, 0.0
+    least_work = listed(np.zeros(end - begin, np.int64))
     if context.uniform:
         for i in range(begin, end):
-            work_left += _least_work(i, large, context)
+            least_work[i - begin] = _least_work(i, large, context)
+            work_left += least_work[i - begin]
         for rank in range(world_size):
             room_left += max(target - loads[rank], 0)
     lost = room_left * ROUNDED
+    # Domains with no niche for what waits: (height of the last run, domain).
+    full: Any = [(np.int64(0), np.int64(0))]
+    full.pop()
+    delay = max(target // FIRST_DELAY, 1)
     while waiting > 0:
         if len(open_domains) == 0 or (context.uniform and work_left > room_left + lost):
-            return -1
+            more = delay
+            if len(open_domains) > 0:
+                more = max(np.int64((work_left - room_left) / world_size), more)
+            delay = delay * 3 // 2 + 1
+            if target + more > latest:
+                return -1
+            for now, index in full:
+                room_left += float(max(target - now, 0)) * width[index * stride] * unit
+                heappush(open_domains, (now, index))
+            full.clear()
+            target += more
+            room_left += float(more) * world_size
+            continue
         index = open_domains[0][1]
-        run, last = first_run[index], first_run[index] + runs[index] - 1
+        run = index * stride
         now, free = height[run], width[run]
         i = _next(following_document, fits_from[free])
         size = 0
         if i < end:
             size = _units_for(i, free, target - now, unit, head[run], following, large, context)
             if size == 0:
-                i = _first_in_time(i + 1, end, free, target - now, unit, head[run], following, large, context)
+                likely = likely_first[free]
+                i = _first_in_time(i + 1, end, likely, free, target - now, unit, head[run], following, large, context)
+                likely_first[free] = i
                 i = _next(following_document, i)
                 if i < end:
                     size = _units_for(i, free, target - now, unit, head[run], following, large, context)
         if size == 0:  # the niche is raised to the next one
-            if run == last:
+            if runs[index] == 1:
                 room_left -= float(max(target - now, 0)) * free * unit
-                heappop(open_domains)
+                full.append(heappop(open_domains))
                 continue
-            room_left -= float(max(min(height[run + 1], target) - now, 0)) * free * unit
-            tail = head[run]
-            while following[tail] >= 0:
-                tail = following[tail]
-            following[tail] = head[run + 1]
-            head[run + 1] = head[run]
-            width[run + 1] += free
-            first_run[index], runs[index] = run + 1, runs[index] - 1
-            heapreplace(open_domains, (height[run + 1], index))
+            _join_next(run, runs[index], height, width, head, tail, following)
+            runs[index] -= 1
+            room_left -= float(max(min(height[run], target) - now, 0)) * free * unit
+            while _is_free_with_next(run, runs[index], height):
+                _join_next(run, runs[index], height, width, head, tail, following)
+                runs[index] -= 1
+            heapreplace(open_domains, (height[run], index))
             continue
         if even and size > 1:
             share = -(-free // (free // size))
@@ -159,53 +188,110 @@ def place_in_niches(
             return -1
         starts[i], sizes[i], first_member[i] = now, size * unit, members
         stop = now + _time_of(i, size, unit, head[run], following, large, context)
-        work_left -= _least_work(i, large, context)
+        work_left -= least_work[i - begin]
         room_left -= float(stop - now) * size * unit
         group, newest = head[run], -1
         for _ in range(size):
             newest = group
-            for rank in range(group, group + unit):
-                member[members] = rank
-                members += 1
+            place = members
+            while size <= FEW and place > first_member[i] and member[place - 1] > group:  # sorted as they come
+                for rank in range(place - unit, place):
+                    member[rank + unit] = member[rank]
+                place -= unit
+            for rank in range(unit):
+                member[place + rank] = group + rank
+            members += unit
             group = following[group]
-        member[first_member[i] : members].sort()
+        if size > FEW:
+            member[first_member[i] : members].sort()
         # The units of the group leave their run for one that is free at `stop`.
         group_head = head[run]
         head[run] = group
         following[newest] = -1
         width[run] -= size
         if width[run] == 0:
-            run += 1
-            first_run[index], runs[index] = run, runs[index] - 1
-        place = last + 1
-        while place > run and height[place - 1] >= stop:
-            place -= 1
-        if place <= last and height[place] == stop:
-            following[newest] = head[place]
-            head[place] = group_head
-            width[place] += size
-        else:
-            if last + 1 == (index + 1) * stride:  # no room behind: move all runs to the front
-                shift = run - index * stride
-                for later in range(run, last + 1):
-                    height[later - shift], width[later - shift] = height[later], width[later]
-                    head[later - shift] = head[later]
-                run, last, place = run - shift, last - shift, place - shift
-                first_run[index] = run
-            for later in range(last + 1, place, -1):
-                height[later], width[later], head[later] = height[later - 1], width[later - 1], head[later - 1]
-            height[place], width[place], head[place] = stop, size, group_head
-            runs[index] += 1
+            runs[index] -= 1
+            _remove_first(run, runs[index], height, width, head, tail)
+        place = run + runs[index]
+        height[place], width[place], head[place], tail[place] = stop, size, group_head, newest
+        _sift_up(run, place, height, width, head, tail)
+        runs[index] += 1
+        while _is_free_with_next(run, runs[index], height):
+            _join_next(run, runs[index], height, width, head, tail, following)
+            runs[index] -= 1
         heapreplace(open_domains, (height[run], index))
     for index in range(domains):
         if (min((index + 1) * domain, world_size) - index * domain) // unit == 0:
             continue
-        for run in range(first_run[index], first_run[index] + runs[index]):
+        for run in range(index * stride, index * stride + runs[index]):
             group = head[run]
             while group >= 0:
                 loads[group : group + unit] = height[run]
                 group = following[group]
     return members
+
+
+@borrowing
+@compiled
+def _is_free_with_next(run: int, runs: int, height: np.ndarray) -> bool:  # pragma: no cover - compiled
+    """Whether the first run of a heap is free at the same time as another."""
+    return (runs > 1 and height[run + 1] == height[run]) or (runs > 2 and height[run + 2] == height[run])
+
+
+@borrowing
+@compiled
+def _join_next(
+    run: int,
+    runs: int,
+    height: np.ndarray,
+    width: np.ndarray,
+    head: np.ndarray,
+    tail: np.ndarray,
+    following: np.ndarray,
+) -> None:  # pragma: no cover - compiled
+    """Let the first run of a heap wait for the next one: both are one from then on, its own units first."""
+    first, last, units = head[run], tail[run], width[run]
+    _remove_first(run, runs - 1, height, width, head, tail)
+    following[last] = head[run]
+    head[run] = first
+    width[run] += units
+
+
+@borrowing
+@compiled
+def _remove_first(
+    run: int, runs: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
+) -> None:  # pragma: no cover - compiled
+    """Take the first run, at `run`, out of a heap, which has so many others."""
+    last = run + runs
+    moved, units, first, newest = height[last], width[last], head[last], tail[last]
+    place = 0
+    while 2 * place + 1 < runs:
+        child = 2 * place + 1
+        if child + 1 < runs and height[run + child + 1] < height[run + child]:
+            child += 1
+        if height[run + child] >= moved:
+            break
+        height[run + place], width[run + place] = height[run + child], width[run + child]
+        head[run + place], tail[run + place] = head[run + child], tail[run + child]
+        place = child
+    height[run + place], width[run + place], head[run + place], tail[run + place] = moved, units, first, newest
+
+
+@borrowing
+@compiled
+def _sift_up(
+    run: int, place: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
+) -> None:  # pragma: no cover - compiled
+    """Let the last run of a heap that begins at `run`, at `place`, find its place."""
+    last = place - run
+    while last > 0 and height[run + last] < height[run + (last - 1) // 2]:
+        one, other = run + last, run + (last - 1) // 2
+        height[one], height[other] = height[other], height[one]
+        width[one], width[other] = width[other], width[one]
+        head[one], head[other] = head[other], head[one]
+        tail[one], tail[other] = tail[other], tail[one]
+        last = (last - 1) // 2
 
 
 @inlined
@@ -388,6 +474,7 @@ def _time_of(
 def _first_in_time(
     begin: int,
     end: int,
+    likely: int,
     free: int,
     left: int,
     unit: int,
@@ -396,8 +483,31 @@ def _first_in_time(
     large: Large,
     context: PlacementContext,
 ) -> int:  # pragma: no cover - compiled
-    """The first document from `begin` on that ends within `left` nanoseconds on so many free units: shorter ones do too."""
-    low, high = begin, end
+    """The first document from `begin` on that ends within `left` nanoseconds on so many free units: shorter ones do too.
+
+    `likely`: where the search begins; it is short where that is near.
+    """
+    # As niches rise, ever shorter documents are the first. So the search gallops away from the last one in steps that double,
+    # and bisects between the last two.
+    low, high, step = begin, end, 1
+    if likely > begin and _ends_in_time(min(likely, end) - 1, free, left, unit, head, following, large, context):
+        high = min(likely, end) - 1
+        while low < high:
+            middle = max(high - step, low)
+            if not _ends_in_time(middle, free, left, unit, head, following, large, context):
+                low = middle + 1
+                break
+            high = middle
+            step *= 2
+    else:
+        low = max(low, min(likely, end))
+        while low < high:
+            middle = min(low + step, high) - 1
+            if _ends_in_time(middle, free, left, unit, head, following, large, context):
+                high = middle
+                break
+            low = middle + 1
+            step *= 2
     while low < high:
         middle = (low + high) // 2
         if _ends_in_time(middle, free, left, unit, head, following, large, context):

@@ -60,9 +60,12 @@ class ScatteredGroups:
         arguments = (self._on_all, target, self._unit, context, sizes[placed], starts[placed], loads)
         return int(place_in_windows(*columns, *arguments, *listed)) >= 0
 
-    def in_niches(self, target: int, even: bool, sizes: np.ndarray, starts: np.ndarray, loads: np.ndarray) -> bool:
-        """Place all documents in niches, as `in_windows` does those of several nodes. `even`: as many documents of one size as
-        a niche holds share all of it."""
+    def in_niches(
+        self, target: int, latest: int, even: bool, sizes: np.ndarray, starts: np.ndarray, loads: np.ndarray
+    ) -> bool:
+        """Place all documents in niches, as `in_windows` does those of several nodes, or so that they end as little later than
+        the target as can be. `latest`: when they must have ended. `even`: as many documents of one size as a niche holds share
+        all of it."""
         self.forget()
         world_size, unit, node = len(loads), self._unit, self._context.node
         on_nodes = max(self._on_all, self.on_nodes)
@@ -72,7 +75,7 @@ class ScatteredGroups:
             (on_nodes, len(sizes), min(node, world_size), 1),
         ):
             if members >= 0 and begin < end:
-                ways = (begin, end, domain, together, target, even, self._context)
+                ways = (begin, end, domain, together, target, latest, even, self._context)
                 filled = (sizes, starts, loads, self._member, self._first_member)
                 members = int(place_in_niches(self._large, *ways, *filled, members))
         return members >= 0

@@ -6,8 +6,7 @@ Large are documents that may be split: those that some rank cannot hold, and tho
 - niches: ranks that are free first, and the longest documents that fit there (niches.py);
 - blocks, or windows of whole nodes (windows.py), for what needs more than a node, and each node divided among the others
   (bisection.py);
-- any ranks that are free first, where there are few (least_loaded.py);
-- rounds (rounds/lockstep.py) that nobody waits for.
+- any ranks that are free first, where there are few (least_loaded.py).
 
 All other documents stay whole and go to the ranks that are done first (packing.py). Nothing is sent.
 """
@@ -33,8 +32,6 @@ from hf_longctx.planner.placing.bisection import (
 from hf_longctx.planner.placing.least_loaded import place_on_least_loaded
 from hf_longctx.planner.placing.packing import spread_whole
 from hf_longctx.planner.placing.rank_blocks import place_in_blocks
-from hf_longctx.planner.placing.rounds.filling import stack
-from hf_longctx.planner.placing.rounds.lockstep import ALL_AT_ONCE, best_rounds
 from hf_longctx.planner.placing.scattered import ScatteredGroups, end_of
 from hf_longctx.planner.placing.shelves import Shelves
 from hf_longctx.planner.stages.chunked_placement import best_counted_sizes, with_micro_batches
@@ -47,13 +44,12 @@ TARGETS = (
 """Makespans aimed at, in thousandths of the lower bound."""
 BLOCKS_FIRST = 3
 """How many of them are tried with blocks alone before anything else, where there are many ranks."""
-NEAR = 1011
-"""Thousandths of the lower bound up to which blocks are not tried again there, nor rounds anywhere."""
+NEAR = 1010
+"""Thousandths of the lower bound up to which bisection is not tried there, nor blocks again, nor rounds anywhere."""
 FEW = 20_000
 """Large documents up to which shelves are tried even if each document fits into a node."""
-FEW_IN_NICHES = 50_000
-"""Large documents up to which niches come before bisection, which may hide them: they often end before their target, and only
-targets before the best end are tried. With more they take long: 1.3 s for 100,000 trajectories on 16,384 ranks, not 0.15."""
+ENOUGH = 1006
+"""Thousandths of the lower bound at which niches end their search there."""
 ACROSS_NODES = 1005
 """Thousandths of the lower bound up to which groups of several nodes' ranks stay blocks."""
 WIDE = (0, 1, 2, 3, 4, 6, 8)
@@ -121,9 +117,9 @@ class Search:
         self.first_rank, self.sizes = np.empty(large, np.int64), np.empty(large, np.int64)
         self.loads, self.starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
 
+        self.thorough = world_size * large <= THOROUGH
         self.soonest = WORST  # the least makespan of all that has been placed; the best is chosen by more than that
         self.least_likely = WORST  # the same of `Placement.likely`
-        self.rounds_end = 0  # when rounds that nobody waits for would end at the soonest; 0: they were not tried
 
         self.block_ranks = block_width(context.node)
         too_wide = (footprints > largest_room(self.block_ranks, context)) | (
@@ -135,27 +131,21 @@ class Search:
         wide = slice(self.wide)
         self.blocks_of_wide = Shelves(split[wide], footprints[wide], best_size[wide], context, self.wide)
 
-    def best(self, in_rounds: bool = True) -> Placement:
-        """Place all documents so that the step ends soon; returns the best placement that is found. `in_rounds`: rounds are tried
-        too, where all else ends late."""
+    def best(self) -> Placement:
+        """Place all documents so that the step ends soon; returns the best placement that is found."""
         best: Placement | None = None
         context, bound = self.context, self.bound
         if context.stages > 1:  # what documents cost in a pipeline, neither bisection nor rounds know
             best = self._halving((self.in_blocks, self.on_any_ranks))
-        elif self.topology.world_size * self.large > THOROUGH:
+        elif self.thorough:
+            best = self._lowest(self.in_all_ways, 1, best, GOOD_ENOUGH)
+        else:
             for target in self._targets()[:BLOCKS_FIRST] if self.blocks_first else ():
                 if not self._met(best, target):
                     best = self.in_blocks(target, best, evenly=(False,))
-            few = self.large <= FEW_IN_NICHES
-            for place in (self.in_niches, self.bisected) if few else (self.bisected, self.in_niches):
-                if not self._met(best, bound * (TARGETS[BLOCKS_FIRST - 1] if few else NEAR) // 1000):
-                    best = self._lowest(place, 1, best)
-            if not self._met(best, bound * NEAR // 1000):
-                best = self._lowest(self.in_blocks, BLOCKS_FIRST, best)
-        else:
-            best = self._lowest(self.in_all_ways, 1, best)
-        if in_rounds and self.large and context.stages == 1 and not self._met(best, bound * NEAR // 1000):
-            best = self.in_rounds(best)
+            best = self._lowest(self.in_niches, 1, best, ENOUGH)
+            best = self._lowest(self.bisected, 1, best, NEAR)
+            best = self._lowest(self.in_blocks, BLOCKS_FIRST, best, NEAR)
         # Blocks that are not cut at the borders of nodes always fit in the end.
         documents, target = self.documents, bound * TARGETS[-1] // 1000
         uncut = context._replace(node=self.topology.world_size)
@@ -190,13 +180,14 @@ class Search:
                     self.documents, roots, target, self.context, self.first_rank, self.sizes, self.starts, self.loads
                 )
                 best = self._spread(self.starts, best)
-            if self._met(best, target):
-                break
+                if int(self.loads.max()) * 1000 <= target * NEAR:
+                    break  # another place of the few wide ones would hardly gain anything
         return best
 
     def _wide_ones(self, target: int) -> Iterator[None]:
         """Place the documents that are too wide for bisection in one way after another, as far as they end by `target`."""
         wide, documents, scattered = self.wide, self.documents, self.scattered
+        placed = False
         if scattered.on_nodes and scattered.in_windows(target, self.sizes, self.starts, self.loads):
             self.starts[: scattered.on_nodes] -= WORST  # before all others
             self.starts[scattered.on_nodes : wide] = -1
@@ -204,19 +195,24 @@ class Search:
             if scattered.on_nodes == wide or place_in_blocks(
                 *columns, scattered.on_nodes, target, False, self.context, self.first_rank, self.sizes, self.loads
             ):
+                placed = True
                 yield
         scattered.forget()
         for even in (False, True) if wide else (False,):
-            if self.blocks_of_wide.first_that_fits(target, even, self.first_rank[:wide], self.sizes[:wide], self.loads):
+            if not (placed and even) and self.blocks_of_wide.first_that_fits(
+                target, even, self.first_rank[:wide], self.sizes[:wide], self.loads
+            ):
                 self.starts[:wide] = -1
+                placed = True
                 yield
 
     def in_niches(self, target: int, best: Placement | None) -> Placement | None:
         """The better one of `best` and the longest documents that fit placed where ranks are free first."""
         for even in (False, True):
-            if self.scattered.in_niches(target, even, self.sizes, self.starts, self.loads):
+            latest = self.bound * 2 if best is None else max(best.makespan - 1, target)
+            if self.scattered.in_niches(target, latest, even, self.sizes, self.starts, self.loads):
                 best = self._spread(self.starts, best, in_place=True)
-            if self._met(best, target):
+            if self._met(best, target if self.thorough else max(target, self.bound * ENOUGH // 1000)):
                 break
         return best
 
@@ -242,25 +238,6 @@ class Search:
                 candidate = self._on_least_loaded(widest, target, limit)
                 best = best if candidate is None else self._better(best, candidate)
         return best
-
-    def in_rounds(self, best: Placement | None) -> Placement | None:
-        """The better one of `best` and rounds, each group of which begins as soon as its ranks are free."""
-        documents, context, speeds = self.documents, self.context, self.topology.speeds
-        filled = (self.bound, (ALL_AT_ONCE,), (), self.topology, self.cost, context)
-        # Whole documents even out what groups leave. So dealt rounds, which take twice as long to find, hardly end sooner.
-        rounds = best_rounds(documents.lengths, documents.footprints, *filled, deals=False)
-        self.first_rank[:], self.sizes[:], self.loads[:], self.starts[:] = rounds.holder, rounds.size, 0, 0
-        self.scattered.forget()
-        groups, whole = np.flatnonzero(rounds.size > 1), np.flatnonzero(rounds.size == 1)
-        order = groups[np.argsort(rounds.round[groups], kind="stable")]
-        stack(order, documents.lengths, self.first_rank, self.sizes, context, self.starts, self.loads)
-        alone = documents.alone[whole]
-        if self.topology.uniform:  # whole documents run after all groups
-            self.first_rank[whole] = spread_whole(alone, self.loads, speeds)
-        else:
-            np.add.at(self.loads, self.first_rank[whole], alone * FULL // speeds[self.first_rank[whole]])
-        self.rounds_end = int(self.loads.max())
-        return self._spread(self.starts, best)
 
     def _spread(self, starts: np.ndarray | None, best: Placement | None, in_place: bool = False) -> Placement | None:
         """The better one of `best` and what has just been placed; `starts` decide in which order groups run. `in_place`: large
@@ -307,16 +284,17 @@ class Search:
     def _met(self, best: Placement | None, target: int) -> bool:
         return best is not None and self.soonest <= max(target, self.bound * GOOD_ENOUGH // 1000)
 
-    def _lowest(self, place: Place, first: int, best: Placement | None) -> Placement | None:
-        """The best that is placed for the lowest target that is met, as if all above it were met too, and that is below what
-        has been found; TARGETS[first] is tried first, then those above it, in ever longer steps, until something is placed."""
+    def _lowest(self, place: Place, first: int, best: Placement | None, enough: int) -> Placement | None:
+        """The best that is placed for the lowest target that is met, as if all above it were met too, and that is clearly below
+        what has been found; TARGETS[first] is tried first, then those above it, in ever longer steps, until something is placed.
+        `enough`: thousandths of the bound at which the search ends."""
         targets = self._targets()
         low, high, probe, step = 0, len(targets), first, 1
-        while low < high and not self._met(best, self.bound):
+        while low < high and not self._met(best, self.bound * enough // 1000):
             target = targets[probe]
-            if best is None or target < best.makespan:
+            if best is None or target * TOGETHER < self.soonest * 1000:
                 best = place(target, best)
-            low, high = (low, probe) if self._met(best, target) else (probe + 1, high)
+            low, high = (low, probe) if self._met(best, target * TOGETHER // 1000) else (probe + 1, high)
             probe = min(probe + step, high - 1) if best is None else (low + high) // 2
             step += 1
         return best

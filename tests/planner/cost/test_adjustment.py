@@ -111,7 +111,11 @@ def test_a_slow_rank_changes_its_own_speed_and_nothing_else(ranks, factor, seed,
     slow = [1.0] * ranks
     rank = data.draw(st.integers(0, ranks - 1))
     slow[rank] = factor
-    adjustment = learned(plans(ranks, seed), COST, slow, noise=0.03, disturbed={7: 50.0})
+    steps = plans(ranks, seed)
+    adjustment = learned(steps, COST, slow, noise=0.03, disturbed={7: 50.0})
+    if sum(members(plan, i) == [rank] for plan in steps for i in range(len(plan.cost))) < LEAST_SAMPLES:
+        assert adjustment == Adjustment()  # too little is known of it, and nothing else is blamed
+        return
     assert (adjustment.attention, adjustment.linear) == (1000, 1000)
     assert adjustment.speed is not None
     assert adjustment.speed[rank] == pytest.approx(1000 / factor, rel=0.04)

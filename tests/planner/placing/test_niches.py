@@ -56,10 +56,11 @@ def test_niches_of_any_step(step):
     lengths, topology, cost = step
     search = search_of(lengths, topology, cost)
     for even in (False, True):
-        for factor in (1, 2, 16):
-            target = search.bound * factor
-            if search.large and search.scattered.in_niches(target, even, search.sizes, search.starts, search.loads):
-                assert_groups_can_run(search, target)
+        for factor, latest in ((1, 1), (1, 2), (1, 16), (2, 2), (16, 16)):
+            target, latest = search.bound * factor, search.bound * latest
+            filled = (search.sizes, search.starts, search.loads)
+            if search.large and search.scattered.in_niches(target, latest, even, *filled):
+                assert_groups_can_run(search, latest)
 
 
 @settings(deadline=None, max_examples=60)

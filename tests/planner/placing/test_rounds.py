@@ -9,9 +9,9 @@ from hf_longctx.planner import CostModel, Topology, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time, placement_context
 from hf_longctx.planner.placing.rounds import builder
-from hf_longctx.planner.placing.rounds.filling import fill_best_round, lowest_that_holds_all, stack
+from hf_longctx.planner.placing.rounds.filling import fill_best_round, lowest_that_holds_all
 from hf_longctx.planner.placing.rounds.gaps import give_all_back, nothing_taken, take
-from hf_longctx.planner.placing.rounds.lockstep import ALL_AT_ONCE, WINDOWS, best_rounds
+from hf_longctx.planner.placing.rounds.lockstep import WINDOWS
 from hf_longctx.simulator.lengths import draw
 from tests.builders.plans.waiting_documents import COST, documents_of
 
@@ -135,20 +135,6 @@ def test_ranks_are_taken_once_and_inside_a_node(asked, ranks, node):
                 assert start in inside
                 assert not taken[start : start + width].any()
                 taken[start : start + width] = True
-
-
-def test_documents_stacked_without_rounds_end_no_later_than_the_rounds():
-    topology = Topology(64, 16384, 8)
-    lengths = np.sort(draw("agent_trajectories", 200, 0))[::-1].copy()
-    context = placement_context(topology, COST)
-    rounds = best_rounds(lengths, lengths, 1, (ALL_AT_ONCE,), (), topology, COST, context)
-    groups = np.flatnonzero(rounds.size > 1)
-    starts, loads = np.zeros(len(lengths), np.int64), np.zeros(64, np.int64)
-    order = groups[np.argsort(rounds.round[groups], kind="stable")]
-    stack(order, lengths, rounds.holder, rounds.size, context, starts, loads)
-    assert loads.max() <= rounds.makespan
-    for i in groups[:50]:
-        assert starts[i] <= loads[rounds.holder[i] : rounds.holder[i] + rounds.size[i]].min()
 
 
 @pytest.mark.parametrize(("documents", "ceiling"), [([100] * 16 + [60] * 8, 1.01), ([3000] * 9, 1.35)])

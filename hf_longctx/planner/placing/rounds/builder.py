@@ -76,7 +76,6 @@ class RoundsBuilder:
         topology: Topology,
         cost: CostModel,
         context: PlacementContext,
-        deals: bool,
     ) -> None:
         # Documents are found by bisection, which needs footprints that never rise. `own`: what each takes itself.
         own, footprints = footprints, at_least_later(footprints)
@@ -88,7 +87,7 @@ class RoundsBuilder:
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
         self._columns = (lengths, footprints, own, alone, shared, widest)
-        self._topology, self._context, self._deals = topology, context, deals and context.uniform
+        self._topology, self._context = topology, context
         # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
         # time on the fewest, or that of a rank full of whole documents.
         self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
@@ -175,7 +174,7 @@ class RoundsBuilder:
     def _deal_last(self) -> bool:
         """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
         sooner."""
-        if not self._deals:
+        if not self._context.uniform:
             return False
         ends = np.append(0, np.cumsum(self._times))
         soonest: dict[tuple[int, int], tuple[int, int, bool]] = {}

@@ -115,28 +115,6 @@ def lowest_that_holds_all(
 
 
 @compiled
-def stack(
-    order: np.ndarray,
-    lengths: np.ndarray,
-    first_rank: np.ndarray,
-    sizes: np.ndarray,
-    context: PlacementContext,
-    starts: np.ndarray,
-    loads: np.ndarray,
-) -> None:  # pragma: no cover - compiled
-    """Runs documents in this order, each as soon as its ranks are done with those before, as if there were no rounds.
-
-    Args:
-        lengths, first_rank, sizes: int64 [documents]: tokens, and the group of each.
-        starts: int64 [documents], filled. loads: int64 [world_size], changed: when each rank is done. Nanoseconds.
-    """
-    for i in order:
-        ranks = slice(first_rank[i], first_rank[i] + sizes[i])
-        starts[i] = loads[ranks].max()
-        loads[ranks] = starts[i] + group_time(lengths[i], first_rank[i], sizes[i], context)
-
-
-@compiled
 def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any, Any]:  # pragma: no cover - compiled
     """Return the documents' columns as lists, and all ranks free, for `_fill`."""
     columns = Waiting(

@@ -66,10 +66,9 @@ def best_rounds(
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
-    deals: bool = True,
 ) -> Rounds:
     """Return the last, which is the best, of `rounds_tried`."""
-    *_, best = rounds_tried(lengths, footprints, bound, reserved_below, windows, topology, cost, context, deals)
+    *_, best = rounds_tried(lengths, footprints, bound, reserved_below, windows, topology, cost, context)
     return best
 
 
@@ -82,7 +81,6 @@ def rounds_tried(
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
-    deals: bool = True,
 ) -> Iterator[Rounds]:
     """Yield rounds, and better ones, in which short documents wait; then, where those end late and ranks are equal, the better of
     them and of rounds through windows.
@@ -93,9 +91,8 @@ def rounds_tried(
         bound: nanoseconds. Plans that come near are good enough.
         reserved_below: shares of the capacity, as RESERVED_BELOW.
         windows: as WINDOWS; they are tried with the best of these shares.
-        deals: whether documents of equal ranks are dealt to rounds too.
     """
-    builder = RoundsBuilder(lengths, footprints, topology, cost, context, deals)
+    builder = RoundsBuilder(lengths, footprints, topology, cost, context)
     tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
     # Lengths fall, their negatives ascend: the first document that is no longer than the share. None is, of ALL_AT_ONCE.
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
