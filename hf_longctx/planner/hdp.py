@@ -49,7 +49,7 @@ from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.assembly import Placement, assemble
 from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.other_placements import best_of_others
-from hf_longctx.planner.placing.rank_order import RankOrder, orders_by_speed
+from hf_longctx.planner.placing.rank_order import RankOrder, as_if_equal, orders_by_speed
 from hf_longctx.planner.placing.rounds.lockstep import plans_in_rounds
 from hf_longctx.planner.placing.search import NEAR, TOGETHER, Search
 from hf_longctx.planner.placing.whole import plan_whole
@@ -61,6 +61,9 @@ FAR = 1040
 """Thousandths of the bound of rounds above which they are tried where they take long, with more than MANY_DOCUMENTS, or hardly
 ever end near it, with more than FEW_DOCUMENTS but fewer than EVEN to a rank."""
 EVEN = 2
+ALIKE = 800
+"""Thousandths of the fastest rank's speed that the slowest has for ranks to be planned as if they were equal too: documents of
+equal ranks are dealt to rounds, which may save more than slow ranks lose."""
 FEW_DOCUMENTS = 100
 MANY_DOCUMENTS = 5_000
 
@@ -221,10 +224,12 @@ def _in_best_order(
             if plan is not None:
                 yield plan
 
-    orders: list[RankOrder | None] = [*orders_by_speed(topology, cost)]
-    orders.insert(1, None)
+    by_speed = list(orders_by_speed(topology, cost))
+    orders: list[RankOrder | None] = [*by_speed[:1], None, *by_speed[1:]]
     if int(topology.fewest_ranks(tokens).sum()) > MANY_MEMBERS:
         orders = orders[:2] if topology.few_kinds else [None]
+    elif mode == "lockstep" and topology.speeds.min() * 1000 >= topology.speeds.max() * ALIKE:
+        orders += as_if_equal(topology, by_speed[:1])
     best: StepPlan | None = None
     for other in orders:
         best = _best(planned(other), best)

@@ -13,7 +13,7 @@ chosen for what its groups could not do. Nothing is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -96,6 +96,12 @@ def orders_by_speed(topology: Topology, cost: CostModel) -> Iterator[RankOrder]:
             for values in (topology.speed, topology.memory)
         )
         yield RankOrder(rank, topology, replace(topology, speed=speed, memory=memory, ranks_per_node=part))
+
+
+def as_if_equal(topology: Topology, orders: Iterable[RankOrder]) -> Iterator[RankOrder]:
+    """Ranks as they are, and in each of these orders, as if all were equally fast while they are planned."""
+    for order in (RankOrder(np.arange(topology.world_size), topology, topology), *orders):
+        yield replace(order, topology=replace(order.topology, speed=None))
 
 
 def _in_parts(speeds: np.ndarray, node_size: int, size: int) -> np.ndarray:
