@@ -64,7 +64,9 @@ EVEN = 2
 ALIKE = 800
 """Thousandths of the fastest rank's speed that the slowest has for ranks to be planned as if they were equal too: documents of
 equal ranks are dealt to rounds, which may save more than slow ranks lose."""
-FEW_DOCUMENTS = 100
+FEW_DOCUMENTS = 30
+HOPELESS = 1500
+"""Thousandths of the best plan so far at which the bound of another order, whose nodes are parts of nodes, speaks against it."""
 MANY_DOCUMENTS = 5_000
 
 
@@ -219,6 +221,9 @@ def _in_best_order(
         if other is None:
             yield from _planned(ordered, tokens, order, topology, cost, mode)
             return
+        own = lower_bound(ordered, other.topology, other.cost(cost), mode, tokens)
+        if best is not None and own * 1000 >= _makespan(best) * HOPELESS:
+            return  # so many more exchanges are between nodes there
         for placed in _planned(ordered, tokens, order, other.topology, other.cost(cost), mode, least=bound):
             plan = other.given_back(placed, lengths, cost, bound)
             if plan is not None:

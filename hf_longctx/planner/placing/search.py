@@ -285,19 +285,34 @@ class Search:
         return best is not None and self.soonest <= max(target, self.bound * GOOD_ENOUGH // 1000)
 
     def _lowest(self, place: Place, first: int, best: Placement | None, enough: int) -> Placement | None:
-        """The best that is placed for the lowest target that is met, as if all above it were met too, and that is clearly below
-        what has been found; TARGETS[first] is tried first, then those above it, in ever longer steps, until something is placed.
-        `enough`: thousandths of the bound at which the search ends."""
+        """The best that is placed for the lowest target that is met, as if all above it were met too.
+
+        Where nothing is placed yet, TARGETS[first] is tried first, then those above it, in ever longer steps. Then the highest
+        target clearly below what has been found: only where that is met, lower ones are tried. `enough`: thousandths of the bound
+        at which the search ends.
+        """
         targets = self._targets()
-        low, high, probe, step = 0, len(targets), first, 1
-        while low < high and not self._met(best, self.bound * enough // 1000):
-            target = targets[probe]
-            if best is None or target * TOGETHER < self.soonest * 1000:
-                best = place(target, best)
-            low, high = (low, probe) if self._met(best, target * TOGETHER // 1000) else (probe + 1, high)
-            probe = min(probe + step, high - 1) if best is None else (low + high) // 2
+        probe, step = first, 1
+        while best is None and probe < len(targets):
+            best = place(targets[probe], best)
+            probe = max(probe + 1, min(probe + step, len(targets) - 1))
             step += 1
+        low, high = 0, self._clearly_below(targets)
+        probe = high - 1
+        while low < high and not self._met(best, self.bound * enough // 1000):
+            best = place(targets[probe], best)
+            if self._met(best, targets[probe] * TOGETHER // 1000):
+                high = min(probe, self._clearly_below(targets))
+            elif probe == high - 1:
+                break
+            else:
+                low = probe + 1
+            probe = (low + high) // 2
         return best
+
+    def _clearly_below(self, targets: list[int]) -> int:
+        """How many targets, which ascend, are clearly below all that has been placed."""
+        return sum(target * TOGETHER < self.soonest * 1000 for target in targets)
 
     def _halving(self, ways: Sequence[Place]) -> Placement | None:
         """`_lowest` of several ways, from the middle on: a pipeline's bound leaves waiting out, so the first are
