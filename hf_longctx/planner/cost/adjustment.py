@@ -10,7 +10,8 @@ could have missed it.
 2. Given the ratio, each rank says how slow it is, the median over its micro-batches. The median rank sets the factors,
    and the others have speeds relative to it: a rank three times as slow changes its own speed and nothing else.
 3. Split documents say how long exchanges take. Of a group's times the shortest counts, that of the rank that came last
-   and waited for nobody. An exchange that compute hides only says that it is not longer than that.
+   and waited for nobody. An exchange that compute hides only says that it is not longer than that. Groups of ranks that have
+   run alone count, if there are enough.
 4. What changes by less than a dead-band stays as it was: noise makes no new plans.
 
 Torch is not needed here, and nothing is sent (training/measuring/recalibration.py does).
@@ -244,11 +245,14 @@ def agreed(
                 speeds[rank] = _settled(FULL * pace // slow, speeds[rank], FULL // AT_ONCE, FULL * AT_ONCE)
         attention = _changed(FULL * ratio * pace // MILLION**2, attention)
         linear = _changed(FULL * pace // MILLION, linear)
-    # A slow rank that has never run alone would make exchanges look slow.
-    known = [split for split in splits if all(slowness[rank] for rank, _ in split[0].members)]
-    if len(known) >= LEAST_SAMPLES:
-        splits = known
-    exchange = _exchange(splits, attention, linear, speeds, before.exchange)
+    # A slow rank of which too little is known would make exchanges look slow. Where no rank has run alone, all count.
+    known = [
+        (split, measured)
+        for split, measured in splits
+        if all(slowness[rank] or speeds[rank] != FULL for rank, _ in split.members)
+    ]
+    of_known = known if len(known) >= LEAST_SAMPLES else splits
+    exchange = _exchange(of_known, attention, linear, speeds, before.exchange)
     speeds = [FULL if abs(speed - FULL) < DEAD_BAND else speed for speed in speeds]
     return Adjustment(attention, linear, exchange, None if set(speeds) == {FULL} else tuple(speeds))
 

@@ -15,7 +15,11 @@ need several nodes are placed first, with whole nodes for ranks; then each node 
 
 Unequal ranks of a niche are taken in turn until they hold the document and are fast enough together.
 
-Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
+Where documents wait that no niche is left for, the makespan aimed at moves up, by what they need or in growing steps, and the
+search goes on from there. So one try says how soon this way can end, about.
+
+Interpreted or compiled (planner/compiled.py). Integers decide, but for sums of times in float64, in a fixed order, the same on
+every machine. Nothing is sent.
 
 Source: the best-fit heuristic for strips of Burke, Kendall and Whitwell, "A new placement heuristic for the orthogonal
 stock-cutting problem", Operations Research 52 (2004). That ranks need not be adjacent, and widths that follow from the target,
@@ -36,9 +40,9 @@ from hf_longctx.planner.placing.bisection import Large
 from hf_longctx.planner.placing.rank_blocks import NEARLY_BUSY, STEPS, smallest_group
 
 FIRST_DELAY = 2000
-"""Of the target: how much later it becomes at first where no niche is left; then by half as much again each time."""
-FEW = 16
-"""Units up to which a group's ranks are sorted in the simplest way: a third of the time went for it."""
+"""Divisor of the target: by so much it moves at first where no niche is left; then by half as much again each time."""
+FEW_UNITS = 16
+"""Units of a group up to which its ranks are sorted as they come. Calling a sort for each group took a quarter of all time."""
 ROUNDED = 1e-9
 """A share of what ranks can do that is more than float64 loses in a sum of it."""
 
@@ -61,12 +65,12 @@ def place_in_niches(
     first_member: np.ndarray,
     members: int,
 ) -> int:  # pragma: no cover - compiled
-    """Places documents `begin` to `end` so that all end by `target`, or as little later as can be.
+    """Places documents `begin` to `end` so that all end by `target`, or, in growing steps, by `latest`.
 
     Args:
         domain: ranks of a domain, a multiple of `unit`: no document lies in two of them.
         unit: ranks that are taken together. Those that are left over at the end of a domain are not used.
-        latest: where documents that wait find no niche, `target` is moved up to there, by as much as they need.
+        latest: where documents that wait find no niche, `target` moves up, at most to there; never where this is no later.
         even: whether as many documents as a niche holds of one size share all of it.
         sizes, starts: int64 [documents], filled: ranks of each document, and when it begins.
         loads: int64 [world_size], changed: when each rank has done its documents.
@@ -140,7 +144,7 @@ def place_in_niches(
         if len(open_domains) == 0 or (context.uniform and work_left > room_left + lost):
             more = delay
             if len(open_domains) > 0:
-                more = max(np.int64((work_left - room_left) / world_size), more)
+                more = max(int((work_left - room_left) / world_size), more)
             delay = delay * 3 // 2 + 1
             if target + more > latest:
                 return -1
@@ -194,7 +198,7 @@ def place_in_niches(
         for _ in range(size):
             newest = group
             place = members
-            while size <= FEW and place > first_member[i] and member[place - 1] > group:  # sorted as they come
+            while size <= FEW_UNITS and place > first_member[i] and member[place - 1] > group:  # sorted as they come
                 for rank in range(place - unit, place):
                     member[rank + unit] = member[rank]
                 place -= unit
@@ -202,7 +206,7 @@ def place_in_niches(
                 member[place + rank] = group + rank
             members += unit
             group = following[group]
-        if size > FEW:
+        if size > FEW_UNITS:
             member[first_member[i] : members].sort()
         # The units of the group leave their run for one that is free at `stop`.
         group_head = head[run]
@@ -214,15 +218,13 @@ def place_in_niches(
             _remove_first(run, runs[index], height, width, head, tail)
         place = run + runs[index]
         height[place], width[place], head[place], tail[place] = stop, size, group_head, newest
-        _sift_up(run, place, height, width, head, tail)
+        _sift_up(run, runs[index], height, width, head, tail)
         runs[index] += 1
         while _is_free_with_next(run, runs[index], height):
             _join_next(run, runs[index], height, width, head, tail, following)
             runs[index] -= 1
         heapreplace(open_domains, (height[run], index))
     for index in range(domains):
-        if (min((index + 1) * domain, world_size) - index * domain) // unit == 0:
-            continue
         for run in range(index * stride, index * stride + runs[index]):
             group = head[run]
             while group >= 0:
@@ -233,15 +235,15 @@ def place_in_niches(
 
 @borrowing
 @compiled
-def _is_free_with_next(run: int, runs: int, height: np.ndarray) -> bool:  # pragma: no cover - compiled
-    """Whether the first run of a heap is free at the same time as another."""
-    return (runs > 1 and height[run + 1] == height[run]) or (runs > 2 and height[run + 2] == height[run])
+def _is_free_with_next(root: int, runs: int, height: np.ndarray) -> bool:  # pragma: no cover - compiled
+    """Whether the first of so many runs of a heap is free at the same time as another."""
+    return (runs > 1 and height[root + 1] == height[root]) or (runs > 2 and height[root + 2] == height[root])
 
 
 @borrowing
 @compiled
 def _join_next(
-    run: int,
+    root: int,
     runs: int,
     height: np.ndarray,
     width: np.ndarray,
@@ -249,49 +251,49 @@ def _join_next(
     tail: np.ndarray,
     following: np.ndarray,
 ) -> None:  # pragma: no cover - compiled
-    """Let the first run of a heap wait for the next one: both are one from then on, its own units first."""
-    first, last, units = head[run], tail[run], width[run]
-    _remove_first(run, runs - 1, height, width, head, tail)
-    following[last] = head[run]
-    head[run] = first
-    width[run] += units
+    """Let the first of so many runs of a heap wait for the next one: both are one from then on, its own units first."""
+    first, last, units = head[root], tail[root], width[root]
+    _remove_first(root, runs - 1, height, width, head, tail)
+    following[last] = head[root]
+    head[root] = first
+    width[root] += units
 
 
 @borrowing
 @compiled
 def _remove_first(
-    run: int, runs: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
+    root: int, others: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
 ) -> None:  # pragma: no cover - compiled
-    """Take the first run, at `run`, out of a heap, which has so many others."""
-    last = run + runs
-    moved, units, first, newest = height[last], width[last], head[last], tail[last]
+    """Take the first run, at `root`, out of a heap, which has so many others."""
+    last = root + others
+    free_at, units, first, newest = height[last], width[last], head[last], tail[last]
     place = 0
-    while 2 * place + 1 < runs:
+    while 2 * place + 1 < others:
         child = 2 * place + 1
-        if child + 1 < runs and height[run + child + 1] < height[run + child]:
+        if child + 1 < others and height[root + child + 1] < height[root + child]:
             child += 1
-        if height[run + child] >= moved:
+        if height[root + child] >= free_at:
             break
-        height[run + place], width[run + place] = height[run + child], width[run + child]
-        head[run + place], tail[run + place] = head[run + child], tail[run + child]
+        height[root + place], width[root + place] = height[root + child], width[root + child]
+        head[root + place], tail[root + place] = head[root + child], tail[root + child]
         place = child
-    height[run + place], width[run + place], head[run + place], tail[run + place] = moved, units, first, newest
+    height[root + place], width[root + place], head[root + place], tail[root + place] = free_at, units, first, newest
 
 
 @borrowing
 @compiled
 def _sift_up(
-    run: int, place: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
+    root: int, others: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
 ) -> None:  # pragma: no cover - compiled
-    """Let the last run of a heap that begins at `run`, at `place`, find its place."""
-    last = place - run
-    while last > 0 and height[run + last] < height[run + (last - 1) // 2]:
-        one, other = run + last, run + (last - 1) // 2
-        height[one], height[other] = height[other], height[one]
-        width[one], width[other] = width[other], width[one]
-        head[one], head[other] = head[other], head[one]
-        tail[one], tail[other] = tail[other], tail[one]
-        last = (last - 1) // 2
+    """Let the last run of a heap at `root`, behind so many others, find its place."""
+    place = others
+    while place > 0 and height[root + place] < height[root + (place - 1) // 2]:
+        child, parent = root + place, root + (place - 1) // 2
+        height[child], height[parent] = height[parent], height[child]
+        width[child], width[parent] = width[parent], width[child]
+        head[child], head[parent] = head[parent], head[child]
+        tail[child], tail[parent] = tail[parent], tail[child]
+        place = (place - 1) // 2
 
 
 @inlined

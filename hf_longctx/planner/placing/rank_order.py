@@ -8,7 +8,8 @@ neighbours is slow. So a step is planned for the same ranks in another order, an
 
 Ranks of a node are sorted by speed and cut into parts, and these are sorted by the mean of their speeds. While a step is planned,
 parts stand for nodes: no more than their ranks are counted on to pass keys and values on inside a node, so that an order is not
-chosen for what its groups could not do. Nothing is sent.
+chosen for what its groups could not do. Ranks of nearly one speed may also be planned as if they were equal, which opens to
+them what only equal ranks can do. What a plan costs is always counted on the ranks as they are. Nothing is sent.
 """
 
 from __future__ import annotations

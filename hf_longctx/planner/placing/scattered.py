@@ -63,9 +63,9 @@ class ScatteredGroups:
     def in_niches(
         self, target: int, latest: int, even: bool, sizes: np.ndarray, starts: np.ndarray, loads: np.ndarray
     ) -> bool:
-        """Place all documents in niches, as `in_windows` does those of several nodes, or so that they end as little later than
-        the target as can be. `latest`: when they must have ended. `even`: as many documents of one size as a niche holds share
-        all of it."""
+        """Place all documents in niches, as `in_windows` does those of several nodes. `latest`: up to which they may end later
+        than the target where no niche is left for them. `even`: as many documents of one size as a niche holds share all of
+        it."""
         self.forget()
         world_size, unit, node = len(loads), self._unit, self._context.node
         on_nodes = max(self._on_all, self.on_nodes)
