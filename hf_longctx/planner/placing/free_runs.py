@@ -1,0 +1,77 @@
+"""Runs of ranks that are free at the same time, as heaps in flat arrays: what niches.py takes ranks from.
+
+A run says when its units are free (`height`, nanoseconds), how many they are (`width`), and the first ranks of the first and the
+last one (`head`, `tail`), from one of which `following` leads to the other. These are int64 arrays for all domains together; the
+runs of a domain lie at `root` and behind it, the one that is free first at `root`.
+
+Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from hf_longctx.planner.compiled import borrowing, compiled
+
+
+@borrowing
+@compiled
+def is_free_with_next(root: int, runs: int, height: np.ndarray) -> bool:  # pragma: no cover - compiled
+    """Whether the first of so many runs of a heap is free at the same time as another."""
+    return (runs > 1 and height[root + 1] == height[root]) or (runs > 2 and height[root + 2] == height[root])
+
+
+@borrowing
+@compiled
+def join_next(
+    root: int,
+    runs: int,
+    height: np.ndarray,
+    width: np.ndarray,
+    head: np.ndarray,
+    tail: np.ndarray,
+    following: np.ndarray,
+) -> None:  # pragma: no cover - compiled
+    """Let the first of so many runs of a heap wait for the next one: both are one from then on, its own units first."""
+    first, last, units = head[root], tail[root], width[root]
+    remove_first(root, runs - 1, height, width, head, tail)
+    following[last] = head[root]
+    head[root] = first
+    width[root] += units
+
+
+@borrowing
+@compiled
+def remove_first(
+    root: int, others: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
+) -> None:  # pragma: no cover - compiled
+    """Take the first run, at `root`, out of a heap, which has so many others."""
+    last = root + others
+    free_at, units, first, newest = height[last], width[last], head[last], tail[last]
+    place = 0
+    while 2 * place + 1 < others:
+        child = 2 * place + 1
+        if child + 1 < others and height[root + child + 1] < height[root + child]:
+            child += 1
+        if height[root + child] >= free_at:
+            break
+        height[root + place], width[root + place] = height[root + child], width[root + child]
+        head[root + place], tail[root + place] = head[root + child], tail[root + child]
+        place = child
+    height[root + place], width[root + place], head[root + place], tail[root + place] = free_at, units, first, newest
+
+
+@borrowing
+@compiled
+def sift_up(
+    root: int, others: int, height: np.ndarray, width: np.ndarray, head: np.ndarray, tail: np.ndarray
+) -> None:  # pragma: no cover - compiled
+    """Let the last run of a heap at `root`, behind so many others, find its place."""
+    place = others
+    while place > 0 and height[root + place] < height[root + (place - 1) // 2]:
+        child, parent = root + place, root + (place - 1) // 2
+        height[child], height[parent] = height[parent], height[child]
+        width[child], width[parent] = width[parent], width[child]
+        head[child], head[parent] = head[parent], head[child]
+        tail[child], tail[parent] = tail[parent], tail[child]
+        place = (place - 1) // 2
