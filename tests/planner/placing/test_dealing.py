@@ -8,8 +8,10 @@ from hypothesis import strategies as st
 from hf_longctx.planner import Topology, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time
+from hf_longctx.planner.placing.rank_shares import proportional_shares
 from hf_longctx.planner.placing.rounds.dealing import deal
 from hf_longctx.planner.placing.rounds.levels import estimated, fewest_ranks_of_whole, lowest_height
+from hf_longctx.planner.placing.rounds.unequal_dealing import deal_to_unequal
 from hf_longctx.simulator.lengths import draw
 from tests.builders.plans.waiting_documents import COST, documents_of
 
@@ -64,6 +66,66 @@ def test_rounds_hold_every_document_once_within_tokens_nodes_and_time(lengths, r
         tokens[round_of[i], rank] += documents.lengths[i]
     assert (tokens <= topology.capacity).all()
     assert busy.max(axis=1).tolist() == ends.tolist()
+
+
+@given(
+    lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=60),
+    speeds=st.lists(st.integers(200, 1000), min_size=2, max_size=40),
+    node=st.sampled_from([None, 1, 3, 8]),
+    more_rounds=st.integers(0, 3),
+    share=st.floats(0, 1),
+)
+def test_rounds_of_unequal_ranks_hold_every_document_once_within_tokens_nodes_and_time(
+    lengths, speeds, node, more_rounds, share
+):
+    topology = Topology(len(speeds), 8192, node, speed=tuple(speeds))
+    lengths = np.minimum(np.array(lengths), topology.tokens)
+    documents, context = documents_of(lengths, topology)
+    low = int(COST.time(int(documents.lengths[0]), int(documents.best[0]))) + COST.micro_batch_ns
+    columns = tuple(np.full(len(lengths), -(10**6)) for _ in range(3))
+    with planning(0):
+        rounds = -(-int(lengths.sum()) // topology.tokens) + more_rounds
+        ends = deal_to_unequal(rounds, int(low * (1 + 20 * share)), documents, context, *columns)
+    if not len(ends):
+        return
+    round_of, first, size = columns
+    latest = np.zeros(rounds)
+    busy, tokens = np.zeros((rounds, len(speeds))), np.zeros((rounds, len(speeds)))
+    owner = np.full((rounds, len(speeds)), -1)
+    for i in np.flatnonzero(size > 1):
+        members = slice(first[i], first[i] + size[i])
+        assert first[i] + size[i] <= len(speeds)
+        assert (owner[round_of[i], members] == -1).all()
+        owner[round_of[i], members] = i
+        busy[round_of[i], members] = group_time(documents.lengths[i], first[i], size[i], context)
+        tokens[round_of[i], members] = proportional_shares(
+            documents.lengths[i], topology.speeds[members], topology.capacities[members]
+        )
+        if size[i] <= topology.node_size:
+            assert first[i] // topology.node_size == (first[i] + size[i] - 1) // topology.node_size
+    for i in np.flatnonzero(size <= 1):
+        rank = first[i] - min(size[i], 0) if size[i] < 1 else first[i]
+        group = owner[round_of[i], rank]
+        assert first[i] == first[group] if size[i] < 1 else group == -1
+        busy[round_of[i], rank] += documents.alone[i] * 1000 / speeds[rank]
+        if size[i] == 1 and tokens[round_of[i], rank] == 0:
+            busy[round_of[i], rank] += COST.micro_batch_ns * 1000 / speeds[rank]
+        tokens[round_of[i], rank] += documents.lengths[i]
+    assert (tokens <= topology.capacity).all()
+    latest = busy.max(axis=1)
+    assert np.abs(latest - ends).max() <= 2000 / min(speeds) + 2  # nanoseconds lost to division
+
+
+def test_documents_of_two_speeds_are_dealt_in_proportion():
+    # Twelve of one length for two ranks of full and two of half speed, which hold two of them at most.
+    topology = Topology(4, 2000, speed=(1000, 500, 1000, 500))
+    documents, context = documents_of(np.full(12, 1000), topology)
+    columns = tuple(np.empty(12, np.int64) for _ in range(3))
+    height = 2 * int(documents.alone[0] + COST.micro_batch_ns)
+    with planning(0):
+        ends = deal_to_unequal(2, height, documents, context, *columns)
+    assert len(ends) == 2 and (ends <= height).all()
+    assert np.bincount(columns[1], minlength=4).tolist() == [4, 2, 4, 2]
 
 
 def test_documents_without_room_are_not_dealt():

@@ -28,6 +28,7 @@ from hf_longctx.planner.placing.rank_shares import proportional_shares
 from hf_longctx.planner.placing.rounds.dealing import deal
 from hf_longctx.planner.placing.rounds.filling import Kept, fill_best_round, lowest_that_holds_all
 from hf_longctx.planner.placing.rounds.levels import estimated, lowest_height
+from hf_longctx.planner.placing.rounds.unequal_dealing import deal_to_unequal
 from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, waiting
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -50,6 +51,15 @@ STEPS = 32
 """Share of rounds by which more are looked at next, a 32nd, where 64 or more are too few."""
 DEALT = 3
 """Most estimates, the lowest first, of which documents are dealt."""
+FEW, DEALT_OF_FEW = 500, 8
+"""Documents up to which more are dealt where ranks are unequal: estimates are worse there."""
+RAISED = (1000, 1010, 1030, 1060, 1100, 1150, 1250)
+"""Thousandths of an estimated height to which documents of unequal ranks are dealt; of many documents until that ends no sooner."""
+MOSTLY_WHOLE = 5
+"""Ranks to a document up to which those of unequal ranks are dealt. Of 82 drawn steps, the 18 that gained had up to 4."""
+MANY_DOCUMENTS, MANY_SHARES = 25_000, 20_000
+"""Above so many documents, none are dealt to unequal ranks; above so many ranks of all of them, none to ranks of many kinds, where
+each group's time takes long to find."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,22 +184,22 @@ class RoundsBuilder:
     def _deal_last(self) -> bool:
         """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
         sooner."""
-        if not self._context.uniform:
-            return False
         ends = np.append(0, np.cumsum(self._times))
+        uniform = self._context.uniform
+        levels = self._levels if uniform else self._unequal_levels
+        most = DEALT if uniform or len(self._round) > FEW else DEALT_OF_FEW
         soonest: dict[tuple[int, int], tuple[int, int, bool]] = {}
         kept = 0
         while kept < len(self._times):
-            for end, rounds, height, even in self._levels(np.flatnonzero(self._round >= kept)):
+            for end, rounds, height, even in levels(np.flatnonzero(self._round >= kept)):
                 soonest.setdefault((int(ends[kept]) + end, kept), (rounds, height, even))
             kept = max(kept + 1, kept * 3 // 2)
         best, places = int(ends[-1]), None
-        for (end, kept), (rounds, height, even) in sorted(soonest.items())[:DEALT]:
+        for (end, kept), (rounds, height, even) in sorted(soonest.items())[:most]:
             if best * 1000 <= end * NEAR:
                 break
             undone = np.flatnonzero(self._round >= kept)
-            columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
-            times = deal(rounds, height, even, self._waiting(undone), self._context, *columns)
+            times, columns = self._dealt(undone, rounds, height, even)
             if len(times) and int(ends[kept]) + int(times.sum()) < best:
                 best, places = int(ends[kept]) + int(times.sum()), (kept, undone, columns, times.tolist())
         if places is None:
@@ -198,6 +208,36 @@ class RoundsBuilder:
         self._round[undone], self._first_rank[undone], self._size[undone] = round + kept, first_rank, size
         self._times[kept:] = times
         return True
+
+    def _dealt(self, undone: np.ndarray, rounds: int, height: int, even: bool) -> tuple[np.ndarray, Sequence[np.ndarray]]:
+        """Deal these documents to so many rounds; return when each ends, none if they find no room, and columns of `deal`."""
+        documents, context = self._waiting(undone), self._context
+        columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
+        if context.uniform:
+            return deal(rounds, height, even, documents, context, *columns), columns
+        best: tuple[np.ndarray, Sequence[np.ndarray]] = np.empty(0, np.int64), columns
+        for raised in RAISED:
+            columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
+            times = deal_to_unequal(rounds, height * raised // 1000, documents, context, *columns)
+            if len(best[0]) and (not len(times) or times.sum() >= best[0].sum()):
+                if len(self._round) > FEW:
+                    break
+            else:
+                best = times, columns
+        return best
+
+    def _unequal_levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
+        """`_levels` of unequal ranks, as if all were busy until their round ends."""
+        _, _, own, _, shared, _ = self._columns
+        shares = int(self._topology.fewest_ranks(own).sum())
+        many = shares > MANY_SHARES and not self._topology.few_kinds
+        if many or len(own) > MANY_DOCUMENTS or shares > MOSTLY_WHOLE * len(own):
+            return
+        work = int(shared[undone].sum()) * FULL // int(self._topology.speeds.sum())
+        fewest = -(-int(own[undone].sum()) // self._topology.tokens)
+        for rounds in range(fewest, fewest + COUNTS):
+            height = max(work // rounds + self._context.micro_batch, int(self._least[undone[0]]))
+            yield rounds * height, rounds, height, False
 
     def _levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
         """Yield when rounds of about one height of these documents would end, about, and how many rounds, of which height, and

@@ -17,7 +17,7 @@ import numpy as np
 
 from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.cost.group_times import PlacementContext, group_times
+from hf_longctx.planner.cost.group_times import PlacementContext, group_times, placement_context
 from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.placing.rounds.builder import Rounds, RoundsBuilder
 from hf_longctx.planner.plan import StepPlan
@@ -36,6 +36,9 @@ WINDOWS = (990, 980, 960)
 """Per mille of a round's height that groups must take at first (filling.py), tried where rounds without end late."""
 WINDOWS_ABOVE = 1025
 """Thousandths of the lower bound above which windows are tried: with them, planning takes six times as long."""
+DEARER, DEARER_DOCUMENTS = 3.0, 5_000
+"""Rounds of up to so many documents are then also filled as if exchange were so many times as slow: each round alone is filled best
+over more ranks than the step as a whole can spare. 125 documents on 12 ranks end at 1.044 times the bound, and so at 1.013."""
 
 
 def plans_in_rounds(
@@ -45,16 +48,24 @@ def plans_in_rounds(
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
+    windows: Sequence[int] = WINDOWS,
 ) -> Iterator[StepPlan]:
-    """Yield a plan in rounds, and then perhaps a better one, which takes several times as long to find.
+    """Yield a plan in rounds, and then perhaps better ones, which take several times as long to find.
 
     Args:
         lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
         order: int64 [documents]: their indices in the global batch.
+        windows: as WINDOWS.
     """
     bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
-    for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, WINDOWS, topology, cost, context):
+    for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context):
         yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
+    if rounds.makespan * 1000 <= bound * WINDOWS_ABOVE or len(lengths) > DEARER_DOCUMENTS or not context.uniform:
+        return
+    dearer = cost.scaled(exchange=DEARER)
+    seen = placement_context(topology, dearer)
+    rounds = best_rounds(lengths, tokens, bound, RESERVED_BELOW, (), topology, dearer, seen)
+    yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
 
 
 def best_rounds(
