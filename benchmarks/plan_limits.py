@@ -6,6 +6,7 @@ Makespan, `async` (`lockstep` in brackets):
   at most 1.01 (1.03) times the greater of the lower bound of planner/bound.py and that of planner_bound.py, which counts
   documents that find no room side by side, in nodes too, and whom slow ranks keep waiting;
 - elsewhere: at most 1.01 (1.10) times the greater of these and what the best of the other plans reaches;
+- where a search has shown that a plan cannot reach that, or hardly (planner_replanned.py): so many times what the search found;
 - everywhere: at most 1.002 times the best of the other plans. These are all of planner.PLANNERS, and for `async` the plan
   made for `lockstep`, which is a plan without its rounds too.
 
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from drawn_steps import DrawnStep
 from planner_bound import reachable_bound
+from planner_replanned import found
 
 from hf_longctx.planner import PLANNERS, Mode, PlanError, StepPlan, lower_bound, plan_step
 from hf_longctx.planner.compiled import planning
@@ -64,7 +66,7 @@ class Judged:
     limit: float = math.nan
     """Most nanoseconds that the plan may take, of all limits on makespan."""
     kind: str = "easy"
-    """Which limit that is: "easy" (of the lower bound), "reached" or "others"."""
+    """Which limit that is: "easy" (of the lower bound), "reached", "found" or "others"."""
     violations: list[str] = field(default_factory=list)
 
     @property
@@ -203,6 +205,10 @@ def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
         judged.limit = max(judged.limit, makespan if reachable >= enough else reachable * most)
         if not easy and others is not None:
             judged.limit = max(judged.limit, others[1] * most)
+    if makespan > judged.limit:
+        shortest = found(step.name, mode, judged.bound)
+        if shortest is not None:
+            judged.limit, judged.kind = max(judged.limit, shortest * most), "found"
     if others is not None and FROM_OTHERS * others[1] < judged.limit:
         judged.limit, judged.kind = FROM_OTHERS * others[1], "others"
 

@@ -37,7 +37,7 @@ SHORTER_BY = (0.01, 0.05, 0.2)
 """Of its tokens, that a document counts as shorter at most."""
 LENGTHS_TOO = 0.7
 """Share of the plans for which documents count as shorter too."""
-FEWEST = 20
+FEWEST = 5
 """Plans that are made however long they take."""
 
 
