@@ -5,8 +5,8 @@
 
 Each plan of a search is a valid one, made for the same documents and ranks by a cost model whose parts are off by 2 to 40 % at
 random, and, where ranks are equal, for documents that count as up to a fifth shorter, each by its own share. That moves all that
-decides where documents go: how many ranks each takes, in which order they are placed, which target is met, and which other planner's
-placement is taken. The shortest makespan of them all, as the true costs have it, is a limit for plans where no bound is close
+decides where documents go: how many ranks each takes, in which order they are placed, which target is met, and whose placement is
+taken. The shortest makespan of them all, as the true costs have it, is a limit for plans where no bound is close
 (plan_limits.py). Results are kept in results/replanned.json; they hold for a step as long as its lower bound is the same.
 """
 

@@ -17,4 +17,4 @@ def documents_of(lengths: np.ndarray, topology: Topology) -> tuple[Waiting, Plac
     fewest = topology.fewest_ranks(lengths)
     best = best_sizes(lengths, fewest, topology.world_size, COST.coefficients)
     alone, shared = COST.work(lengths, 1), COST.work(lengths, fewest)
-    return waiting(lengths, lengths, lengths, alone, shared, best), placement_context(topology, COST)
+    return Waiting(*waiting(lengths, lengths, lengths, alone, shared, best)), placement_context(topology, COST)

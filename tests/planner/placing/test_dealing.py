@@ -124,7 +124,8 @@ def test_documents_of_two_speeds_are_dealt_in_proportion():
     height = 2 * int(documents.alone[0] + COST.micro_batch_ns)
     with planning(0):
         ends = deal_to_unequal(2, height, documents, context, *columns)
-    assert len(ends) == 2 and (ends <= height).all()
+    assert len(ends) == 2
+    assert (ends <= height).all()
     assert np.bincount(columns[1], minlength=4).tolist() == [4, 2, 4, 2]
 
 

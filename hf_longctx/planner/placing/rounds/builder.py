@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heapreplace
-from itertools import pairwise
 
 import numpy as np
 
@@ -28,8 +27,9 @@ from hf_longctx.planner.placing.rank_shares import proportional_shares
 from hf_longctx.planner.placing.rounds.dealing import deal
 from hf_longctx.planner.placing.rounds.filling import Kept, fill_best_round, lowest_that_holds_all
 from hf_longctx.planner.placing.rounds.levels import estimated, lowest_height
+from hf_longctx.planner.placing.rounds.sequence import Documents, fill_rounds, heights_of, waiting_of
 from hf_longctx.planner.placing.rounds.unequal_dealing import deal_to_unequal
-from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, waiting
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting
 from hf_longctx.planner.topology import FULL, Topology
 
 HALVINGS = 5
@@ -54,12 +54,12 @@ DEALT = 3
 FEW, DEALT_OF_FEW = 500, 8
 """Documents up to which more are dealt where ranks are unequal: estimates are worse there."""
 RAISED = (1000, 1010, 1030, 1060, 1100, 1150, 1250)
-"""Thousandths of an estimated height to which documents of unequal ranks are dealt; of many documents until that ends no sooner."""
+"""Thousandths of an estimated height to which documents of unequal ranks are dealt; of many, until that ends no sooner."""
 MOSTLY_WHOLE = 5
 """Ranks to a document up to which those of unequal ranks are dealt. Of 82 drawn steps, the 18 that gained had up to 4."""
 MANY_DOCUMENTS, MANY_SHARES = 25_000, 20_000
-"""Above so many documents, none are dealt to unequal ranks; above so many ranks of all of them, none to ranks of many kinds, where
-each group's time takes long to find."""
+"""Above so many documents, none are dealt to unequal ranks; above so many ranks of them all, none to ranks of many kinds, where a
+group's time takes long to find."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,33 +96,32 @@ class RoundsBuilder:
         slowest = int(topology.speeds.min())
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
-        self._columns = (lengths, footprints, own, alone, shared, widest)
         self._topology, self._context = topology, context
         # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
         # time on the fewest, or that of a rank full of whole documents.
-        self._least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
+        least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
         most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
         whole = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
-        self._most = np.maximum(most, whole) * FULL // slowest
+        most = np.maximum(most, whole) * FULL // slowest
+        self._documents = Documents(lengths, footprints, own, alone, shared, widest, least, most)
         self._round, self._first_rank, self._size = (np.empty(len(lengths), np.int64) for _ in range(3))
         self._times: list[int] = []
 
     def rounds(self, reserved: int, windows: Sequence[int]) -> Rounds:
         """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of
         its own."""
-        lengths, _, own, alone, *_ = self._columns
-        count = len(lengths)
+        documents, count, shares = self._documents, len(self._round), np.array(windows, np.int64)
         self._round[:], self._times = -1, []
         for stop in (reserved, count):
-            undone = np.flatnonzero(self._round[:stop] < 0)
-            while len(undone):
-                undone = self._add(undone, self._heights(undone[0], HALVINGS), windows)
+            places = (self._round, self._first_rank, self._size)
+            ends = fill_rounds(stop, len(self._times), HALVINGS, shares, BESIDE, documents, self._context, *places)
+            self._times += ends.tolist()
             if stop < count:
                 _fill_gaps(
                     stop,
-                    lengths,
-                    own,
-                    alone,
+                    documents.lengths,
+                    documents.tokens,
+                    documents.alone,
                     self._round,
                     len(self._times),
                     self._context,
@@ -149,32 +148,22 @@ class RoundsBuilder:
         self._round[:], self._first_rank[:], self._size[:], self._times[:] = places
 
     def _waiting(self, undone: np.ndarray) -> Waiting:
-        return waiting(*(column[undone] for column in self._columns))
+        return Waiting(*waiting_of(self._documents, undone))
 
-    def _heights(self, longest: int, halvings: int) -> np.ndarray:
-        """Heights that a round of this longest document may have, ascending: geometric means in integers, as powers of floats
-        differ between machines."""
-        lengths, footprints, *_ = self._columns
-        # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
-        fewest = int(np.searchsorted(self._context.before, footprints[longest]))
-        low = int(self._least[longest])
-        high = max(int(self._most[longest]), int(group_time(lengths[longest], 0, fewest, self._context)))
-        heights = [low, max(low, high)]
-        for _ in range(halvings):
-            heights = sorted(heights + [math.isqrt(a * b) for a, b in pairwise(heights)])
-        return np.array(heights)
+    def _heights(self, longest: int, halvings: int) -> list[int]:
+        return heights_of(longest, halvings, self._documents, self._context).tolist()
 
-    def _filled(self, undone: np.ndarray, heights: np.ndarray, windows: Sequence[int]) -> tuple[int, Kept]:
-        """Fill the best round of these documents; return when it ends, and what it holds."""
+    def _filled(self, undone: np.ndarray, height: int) -> tuple[int, Kept]:
+        """Fill a round of this height, or lower, with these documents; return when it ends, and what it holds."""
         ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
         kept = (np.zeros(len(undone), np.bool_), ranks, sizes)
-        shares = np.array(windows, np.int64)
-        return int(fill_best_round(heights, shares, BESIDE, self._waiting(undone), self._context, kept)), kept
+        heights, no_windows = np.array([height]), np.empty(0, np.int64)
+        return int(fill_best_round(heights, no_windows, 0, self._waiting(undone), self._context, kept)), kept
 
-    def _add(self, undone: np.ndarray, heights: np.ndarray, windows: Sequence[int] = ()) -> np.ndarray:
-        """Adds the best round of one of these heights; returns the documents that are left."""
-        end, (placed, ranks, sizes) = self._filled(undone, heights, windows)
-        assert placed.any(), "the fewest ranks that hold the longest document are within the heights"
+    def _add(self, undone: np.ndarray, height: int) -> np.ndarray:
+        """Add a round of this height, or lower; return the documents that are left."""
+        end, (placed, ranks, sizes) = self._filled(undone, height)
+        assert placed.any(), "the longest document ends within the height"
         done = undone[placed]
         self._round[done], self._first_rank[done] = len(self._times), ranks[placed]
         self._size[done] = sizes[placed]
@@ -209,7 +198,9 @@ class RoundsBuilder:
         self._times[kept:] = times
         return True
 
-    def _dealt(self, undone: np.ndarray, rounds: int, height: int, even: bool) -> tuple[np.ndarray, Sequence[np.ndarray]]:
+    def _dealt(
+        self, undone: np.ndarray, rounds: int, height: int, even: bool
+    ) -> tuple[np.ndarray, Sequence[np.ndarray]]:
         """Deal these documents to so many rounds; return when each ends, none if they find no room, and columns of `deal`."""
         documents, context = self._waiting(undone), self._context
         columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
@@ -228,7 +219,7 @@ class RoundsBuilder:
 
     def _unequal_levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
         """`_levels` of unequal ranks, as if all were busy until their round ends."""
-        _, _, own, _, shared, _ = self._columns
+        own, shared = self._documents.tokens, self._documents.shared
         shares = int(self._topology.fewest_ranks(own).sum())
         many = shares > MANY_SHARES and not self._topology.few_kinds
         if many or len(own) > MANY_DOCUMENTS or shares > MOSTLY_WHOLE * len(own):
@@ -236,15 +227,15 @@ class RoundsBuilder:
         work = int(shared[undone].sum()) * FULL // int(self._topology.speeds.sum())
         fewest = -(-int(own[undone].sum()) // self._topology.tokens)
         for rounds in range(fewest, fewest + COUNTS):
-            height = max(work // rounds + self._context.micro_batch, int(self._least[undone[0]]))
+            height = max(work // rounds + self._context.micro_batch, int(self._documents.least[undone[0]]))
             yield rounds * height, rounds, height, False
 
     def _levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
         """Yield when rounds of about one height of these documents would end, about, and how many rounds, of which height, and
         whether groups share nodes evenly."""
         documents, context = self._waiting(undone), self._context
-        _, footprints, own, alone, *_ = self._columns
-        low, *_, high = self._heights(undone[0], FEW_HALVINGS).tolist()
+        footprints, own, alone = self._documents.footprints, self._documents.tokens, self._documents.alone
+        low, *_, high = self._heights(undone[0], FEW_HALVINGS)
         whole = undone[footprints[undone] <= context.capacity][:1]
         fewest = -(-int(own[undone].sum()) // self._topology.tokens)
         for even in (False, True) if context.node < self._topology.world_size else (False,):
@@ -255,7 +246,7 @@ class RoundsBuilder:
                     continue
                 heights = [height, *(max(height, int(time) + context.micro_batch) for time in alone[whole])]
                 if rounds <= FEW_ROUNDS:
-                    heights += [more for more in self._heights(undone[0], FEW_HALVINGS).tolist() if more > height]
+                    heights += [more for more in self._heights(undone[0], FEW_HALVINGS) if more > height]
                 for tried in dict.fromkeys(heights):
                     end = estimated(rounds, tried, even, True, documents, context)[1]
                     if end < math.inf:
@@ -279,13 +270,13 @@ class RoundsBuilder:
             undone = np.flatnonzero(self._round >= best_kept)
             del self._times[best_kept:]
             for height in best_heights:
-                undone = self._add(undone, np.array([height]))
+                undone = self._add(undone, height)
             assert not len(undone)
 
     def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> Iterator[tuple[int, list[int]]]:
         """Yield when one round of all these documents ends, or two, and the heights of these rounds, where that is within
         `limit`. `now`: how many rounds there are."""
-        _, _, own, _, shared, _ = self._columns
+        own, shared = self._documents.tokens, self._documents.shared
         full = -(-int(own[undone].sum()) // self._topology.tokens)
         if full == 1:
             height, end = self._of_all(undone, limit)
@@ -294,18 +285,18 @@ class RoundsBuilder:
         if full > 2 or now < 3:  # two cannot hold them, or they are no more than two now
             return
         for first in self._heights(undone[0], LAST_HALVINGS):
-            end, (placed, *_) = self._filled(undone, np.array([first]), ())
+            end, (placed, *_) = self._filled(undone, first)
             rest = undone[~placed]
             # Spread evenly over all ranks, the rest would take so long: where that is too long, no second round is searched for.
             least = int(shared[rest].sum()) * FULL // int(self._topology.speeds.sum())
             if 0 < len(rest) < len(undone) and end + least < limit:
                 height, last_end = self._of_all(rest, limit - end)
                 if height:
-                    yield end + last_end, [int(first), height]
+                    yield end + last_end, [first, height]
 
     def _of_all(self, undone: np.ndarray, limit: int) -> tuple[int, int]:
         """The lowest height of a round of all these documents, and when it ends; zeros if that is beyond `limit`."""
-        return lowest_that_holds_all(int(self._least[undone[0]]), limit, self._waiting(undone), self._context)
+        return lowest_that_holds_all(int(self._documents.least[undone[0]]), limit, self._waiting(undone), self._context)
 
 
 def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:

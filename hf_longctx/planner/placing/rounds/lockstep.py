@@ -37,7 +37,7 @@ WINDOWS = (990, 980, 960)
 WINDOWS_ABOVE = 1025
 """Thousandths of the lower bound above which windows are tried: with them, planning takes six times as long."""
 DEARER, DEARER_DOCUMENTS = 3.0, 5_000
-"""Rounds of up to so many documents are then also filled as if exchange were so many times as slow: each round alone is filled best
+"""Rounds of up to so many documents are then also filled as if exchange were so many times as slow: alone, a round is filled best
 over more ranks than the step as a whole can spare. 125 documents on 12 ranks end at 1.044 times the bound, and so at 1.013."""
 
 

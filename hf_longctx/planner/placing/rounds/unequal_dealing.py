@@ -1,7 +1,7 @@
 """Documents dealt to several rounds at once where ranks are unequal.
 
-dealing.py forms groups and then lets those of about the same time share a round: its ranks are alike. Here every place, which is a
-rank in one of the rounds, can do what its speed allows within one height that all rounds have:
+dealing.py forms groups and then lets those of about the same time share a round: its ranks are alike. Here every place, a rank in
+one of the rounds, can do what its speed allows within one height that all rounds have:
 
     rank     0 1 2 3 4 5 | 0 1 2 3 4 5        ranks 0 to 2 are fast, 3 to 5 slow
              A A d B B B | C f h E E i        A, B, C and E are too long for a rank; d, f, h, i and the
@@ -58,7 +58,10 @@ def deal_to_unequal(
     group_begin = listed(np.full(rounds * world_size, -1))
     ends = np.zeros(rounds, np.int64)
     # Runs of ranks that hold nothing: (first rank, number); the fastest come first.
-    runs, most_runs = rounds, rounds * (world_size // context.node + 2)  # each run is cut at borders of nodes, once each
+    runs, most_runs = (
+        rounds,
+        rounds * (world_size // context.node + 2),
+    )  # each run is cut at borders of nodes, once each
     run_round, run_end = np.empty(most_runs, np.int64), np.full(most_runs, world_size)
     run_round[:rounds] = np.arange(rounds)
     free: Any = [(np.int64(0), np.int64(run)) for run in range(rounds)]

@@ -38,6 +38,7 @@ class Waiting(NamedTuple):
     """Their `shared`."""
 
 
+@compiled
 def waiting(
     lengths: np.ndarray,
     footprints: np.ndarray,
@@ -45,10 +46,19 @@ def waiting(
     alone: np.ndarray,
     shared: np.ndarray,
     best: np.ndarray,
-) -> Waiting:
+) -> Waiting:  # pragma: no cover - compiled
     """Put columns together with their sums. `tokens`: what each has itself; `footprints` must not rise, and may be more."""
-    sums = (np.append(0, np.cumsum(column)) for column in (tokens, alone, shared))
-    return Waiting(lengths, footprints, alone, shared, best, *sums)
+    return Waiting(
+        lengths, footprints, alone, shared, best, _sums_before(tokens), _sums_before(alone), _sums_before(shared)
+    )
+
+
+@compiled
+def _sums_before(column: np.ndarray) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [entries + 1]: the sum of what comes before each entry, and of all."""
+    sums = np.zeros(len(column) + 1, np.int64)
+    sums[1:] = np.cumsum(column)
+    return sums
 
 
 @borrowing

@@ -1,0 +1,116 @@
+"""Rounds that are filled one after the other, each from the longest document on that has none yet.
+
+Interpreted or compiled (planner/compiled.py); integers decide, and square roots in float64, correctly rounded and so the same on
+every machine. Nothing is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.compiled import compiled
+from hf_longctx.planner.cost.group_times import PlacementContext, group_time
+from hf_longctx.planner.placing.rounds.filling import fill_best_round
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, waiting
+
+
+class Documents(NamedTuple):
+    """Documents, longest first, int64 [documents] each."""
+
+    lengths: np.ndarray
+    """Tokens that each counts as."""
+    footprints: np.ndarray
+    """Tokens that its group must have room for; they never rise."""
+    tokens: np.ndarray
+    """Those that it has itself."""
+    alone: np.ndarray
+    """Nanoseconds of work on one rank."""
+    shared: np.ndarray
+    """The same on the fewest that hold it."""
+    best: np.ndarray
+    """Ranks beyond which it gets slower."""
+    least: np.ndarray
+    """Nanoseconds that it takes on the ranks that suit it best: no round that holds it ends sooner."""
+    most: np.ndarray
+    """Nanoseconds on the slowest of the fewest ranks, or of a rank full of whole documents."""
+
+
+@compiled
+def waiting_of(documents: Documents, undone: np.ndarray) -> Waiting:  # pragma: no cover - compiled
+    """Documents of these indices (int64, ascending) as they wait for a round."""
+    return waiting(
+        documents.lengths[undone],
+        documents.footprints[undone],
+        documents.tokens[undone],
+        documents.alone[undone],
+        documents.shared[undone],
+        documents.best[undone],
+    )
+
+
+@compiled
+def heights_of(
+    longest: int, halvings: int, documents: Documents, context: PlacementContext
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64, ascending: heights that a round of this longest document may have. Between the least and the most, the ratio of
+    neighbours is halved so many times."""
+    # From rank 0 on, more ranks than the fewest may be needed, and more exchange may take longer.
+    fewest = int(np.searchsorted(context.before, documents.footprints[longest]))
+    low = documents.least[longest]
+    high = max(low, documents.most[longest], group_time(documents.lengths[longest], 0, fewest, context))
+    count = 2**halvings
+    heights = np.empty(count + 1, np.int64)
+    heights[0], heights[count] = low, high
+    step = count
+    while step > 1:
+        for i in range(0, count, step):
+            heights[i + step // 2] = int(np.sqrt(float(heights[i])) * np.sqrt(float(heights[i + step])))
+        step //= 2
+    return heights
+
+
+@compiled
+def fill_rounds(
+    stop: int,
+    first_round: int,
+    halvings: int,
+    windows: np.ndarray,
+    beside: int,
+    documents: Documents,
+    context: PlacementContext,
+    round_of: np.ndarray,
+    first_rank: np.ndarray,
+    size: np.ndarray,
+) -> np.ndarray:  # pragma: no cover - compiled
+    """Fill rounds with the documents before `stop` that have none.
+
+    Args:
+        first_round: the number of the first of these rounds.
+        halvings: as of `heights_of`. windows, beside: as of `fill_best_round`.
+        round_of, first_rank, size: int64 [documents], changed: the round of each, -1 without one; the first of its ranks, and how
+            many.
+
+    Returns:
+        int64 [rounds]: when each ends, nanoseconds.
+    """
+    ends: Any = [np.int64(0)]
+    ends.pop()
+    undone = np.flatnonzero(round_of[:stop] < 0)
+    while len(undone) > 0:
+        placed = np.zeros(len(undone), np.bool_)
+        ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
+        heights = heights_of(undone[0], halvings, documents, context)
+        end = fill_best_round(heights, windows, beside, waiting_of(documents, undone), context, (placed, ranks, sizes))
+        assert placed.any(), "the fewest ranks that hold the longest document are within the heights"
+        for j in range(len(undone)):
+            if placed[j]:
+                i = undone[j]
+                round_of[i], first_rank[i], size[i] = first_round + len(ends), ranks[j], sizes[j]
+        ends.append(end)
+        undone = undone[~placed]
+    result = np.empty(len(ends), np.int64)
+    for round in range(len(ends)):
+        result[round] = ends[round]
+    return result
