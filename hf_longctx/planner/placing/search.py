@@ -151,7 +151,7 @@ class Search:
             for target in self._targets()[:BLOCKS_FIRST] if self.blocks_first else ():
                 if not self._met(best, target):
                     best = self.in_blocks(target, best, evenly=(False,))
-            best = self._lowest(self.in_niches, 1, best, ENOUGH)
+            best = self._lowest(self.in_niches, 1, best, ENOUGH, LATEST)
             best = self._lowest(self.bisected, 1, best, NEAR)
             best = self._lowest(self.in_blocks, BLOCKS_FIRST, best, NEAR)
         # Blocks that are not cut at the borders of nodes always fit in the end.
@@ -295,24 +295,33 @@ class Search:
     def _met(self, best: Placement | None, target: int) -> bool:
         return best is not None and self.soonest <= max(target, self.bound * GOOD_ENOUGH // 1000)
 
-    def _lowest(self, place: Place, first: int, best: Placement | None, enough: int) -> Placement | None:
+    def _lowest(
+        self, place: Place, first: int, best: Placement | None, enough: int, reach: int = 1000
+    ) -> Placement | None:
         """Return the best that is placed for the lowest target that is met, as if all above it were met too.
 
-        Where nothing is placed yet, TARGETS[first] is tried, then those above it, in ever longer steps; where something is,
-        `first` does not matter. Then comes the highest target clearly below what has been found: only where that is met, lower
-        ones are tried. `enough`: thousandths of the bound at which the search ends.
+        Where nothing is placed yet, TARGETS[first] is tried, then those above it, in ever longer steps, or those out of reach;
+        where something is, `first` does not matter. Then comes the highest target clearly below what has been found: only where that is met, lower
+        ones are tried.
+
+        Args:
+            enough: thousandths of the bound at which the search ends.
+            reach: thousandths of a target up to which a try for it finds what ends later.
         """
-        targets = self._targets()
+        targets, tried = self._targets(), -1
         probe, step = first, 1
         while best is None and probe < len(targets):
-            best = place(targets[probe], best)
+            best, tried = place(targets[probe], best), probe
             probe = max(probe + 1, min(probe + step, len(targets) - 1))
-            step += 1
+            if reach == 1000:
+                step += 1
+            while probe < len(targets) - 1 and targets[probe] * 1000 <= targets[tried] * reach:
+                probe += 1
         if best is None:
             return None
         low, high = 0, self._clearly_below(targets)
         probe = high - 1
-        while low < high and not self._met(best, self.bound * enough // 1000):
+        while low < high and probe != tried and not self._met(best, self.bound * enough // 1000):
             best = place(targets[probe], best)
             if self._met(best, targets[probe] * TOGETHER // 1000):
                 high = self._clearly_below(targets)
