@@ -301,27 +301,27 @@ class Search:
         """Return the best that is placed for the lowest target that is met, as if all above it were met too.
 
         Where nothing is placed yet, TARGETS[first] is tried, then those above it, in ever longer steps, or those out of reach;
-        where something is, `first` does not matter. Then comes the highest target clearly below what has been found: only where that is met, lower
-        ones are tried.
+        where something is, `first` does not matter. Then comes the highest target clearly below what has been found: only where
+        that is met, lower ones are tried. None is tried twice.
 
         Args:
             enough: thousandths of the bound at which the search ends.
             reach: thousandths of a target up to which a try for it finds what ends later.
         """
-        targets, tried = self._targets(), -1
-        probe, step = first, 1
+        targets, probe, step, tried = self._targets(), first, 1, set()
         while best is None and probe < len(targets):
-            best, tried = place(targets[probe], best), probe
+            best, missed = place(targets[probe], best), targets[probe]
+            tried.add(probe)
             probe = max(probe + 1, min(probe + step, len(targets) - 1))
             if reach == 1000:
                 step += 1
-            while probe < len(targets) - 1 and targets[probe] * 1000 <= targets[tried] * reach:
+            while probe < len(targets) - 1 and targets[probe] * 1000 <= missed * reach:
                 probe += 1
         if best is None:
             return None
         low, high = 0, self._clearly_below(targets)
         probe = high - 1
-        while low < high and probe != tried and not self._met(best, self.bound * enough // 1000):
+        while low < high and probe not in tried and not self._met(best, self.bound * enough // 1000):
             best = place(targets[probe], best)
             if self._met(best, targets[probe] * TOGETHER // 1000):
                 high = self._clearly_below(targets)

@@ -2,6 +2,7 @@
 
 import math
 from collections import defaultdict
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from hf_longctx.planner.batch_lengths import longest_first
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import placement_context
-from hf_longctx.planner.placing.search import Search
+from hf_longctx.planner.placing.search import ENOUGH, LATEST, WORST, Search
 from tests.builders.plans.random_plans import MISTRAL_7B, steps
 
 COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
@@ -95,3 +96,25 @@ def test_documents_that_do_not_divide_the_ranks(documents, median, sigma, ranks,
         plan = plan_step(lengths, Topology(ranks, capacity, node), COST)
     plan.check(lengths)
     assert plan.timeline().makespan < ceiling * plan.lower_bound < before * plan.lower_bound
+
+
+@pytest.mark.parametrize("ends", [1030, 1049, 1100, 1700])
+def test_no_target_is_tried_within_reach_of_one_that_was_missed_nor_twice(ends, monkeypatch):
+    # All lie at `ends` thousandths of the bound where a target reaches that.
+    search = search_of(np.full(200, 30_000), Topology(64, 8192, 8), COST)
+    end, tried = search.bound * ends // 1000, []
+    placement = search.in_niches(search.bound * 4, None)
+
+    def in_niches(target, best):
+        tried.append(target)
+        if target * LATEST < end * 1000:
+            return best
+        search.soonest = end
+        return placement
+
+    search.soonest = WORST
+    assert search._lowest(in_niches, 1, None, ENOUGH, LATEST) is placement
+    missed = [target for target in tried if target * LATEST < end * 1000]
+    assert all(after * 1000 > before * LATEST for before, after in pairwise(missed))
+    assert len(set(tried)) == len(tried)
+    assert min(tried[len(missed) :]) * LATEST >= end * 1000
