@@ -51,17 +51,15 @@ def deal_to_unequal(
     within = height // 1000 * speeds + height % 1000 * speeds // 1000 - context.micro_batch
     # By place: work (nanoseconds at speed 1000) and tokens that it has left, and the first rank of its group, -1 without one.
     left, room = np.empty(rounds * world_size, np.int64), np.empty(rounds * world_size, np.int64)
-    for round in range(rounds):
-        left[round * world_size : (round + 1) * world_size] = within
-        room[round * world_size : (round + 1) * world_size] = capacities
+    for begin in range(0, rounds * world_size, world_size):
+        left[begin : begin + world_size] = within
+        room[begin : begin + world_size] = capacities
     left, room = listed(left), listed(room)
     group_begin = listed(np.full(rounds * world_size, -1))
     ends = np.zeros(rounds, np.int64)
     # Runs of ranks that hold nothing: (first rank, number); the fastest come first.
-    runs, most_runs = (
-        rounds,
-        rounds * (world_size // context.node + 2),
-    )  # each run is cut at borders of nodes, once each
+    runs = rounds
+    most_runs = rounds * (world_size // context.node + 2)  # each is cut at borders of nodes, once each
     run_round, run_end = np.empty(most_runs, np.int64), np.full(most_runs, world_size)
     run_round[:rounds] = np.arange(rounds)
     free: Any = [(np.int64(0), np.int64(run)) for run in range(rounds)]
@@ -117,7 +115,7 @@ def deal_to_unequal(
             likely = group
             heappop(free)
             round = run_round[run]
-            begin = round * world_size + first
+            begin = int(round * world_size + first)
             time = group_time(documents.lengths[i], first, group, context)
             ends[round] = max(ends[round], time)
             held = proportional_shares(
