@@ -6,7 +6,7 @@ Makespan, `async` (`lockstep` in brackets):
   at most 1.01 (1.03) times the greater of the lower bound of planner/bound.py and that of planner_bound.py, which counts
   documents that find no room side by side, in nodes too, and whom slow ranks keep waiting;
 - elsewhere: at most 1.01 (1.10) times the greater of these and what the best of the other plans reaches;
-- where a search has shown that a plan cannot reach that, or hardly (planner_replanned.py): so many times what the search found;
+- where plans for slightly different costs were searched through (planner_replanned.py): so many times the shortest of them;
 - everywhere: at most 1.002 times the best of the other plans. These are all of planner.PLANNERS, and for `async` the plan
   made for `lockstep`, which is a plan without its rounds too.
 
@@ -91,11 +91,12 @@ class Judged:
         return self.seconds / seconds_allowed(self)
 
 
-def judge(step: DrawnStep, *, slow_too: bool = True) -> dict[Mode, Judged]:
+def judge(step: DrawnStep, *, slow_too: bool = True, found_too: bool = True) -> dict[Mode, Judged]:
     """Plan a step in both modes, check the plans and their limits.
 
     Args:
         slow_too: whether to compare with planners that may take more than a second.
+        found_too: whether what a search found before is a limit too.
 
     Raises:
         PlanError: the step cannot be planned, or a plan breaks an invariant.
@@ -104,7 +105,7 @@ def judge(step: DrawnStep, *, slow_too: bool = True) -> dict[Mode, Judged]:
         rounds = _plan(step, "lockstep")
         judged: dict[Mode, Judged] = {"async": _plan(step, "async"), "lockstep": rounds}
         for judgement in judged.values():
-            _judge(judgement, rounds.plan, slow_too)
+            _judge(judgement, rounds.plan, slow_too, found_too)
     return judged
 
 
@@ -137,8 +138,8 @@ def _timed(plan: Callable[[], StepPlan]) -> tuple[StepPlan, float]:
             return step_plan, seconds
 
 
-def _judge(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
-    _judge_makespan(judged, rounds, slow_too)
+def _judge(judged: Judged, rounds: StepPlan, slow_too: bool, found_too: bool) -> None:
+    _judge_makespan(judged, rounds, slow_too, found_too)
     if judged.makespan > judged.limit:
         judged.violations.append(
             f"{judged.makespan / judged.bound:.4f} of the lower bound, at most {judged.limit / judged.bound:.4f} "
@@ -185,7 +186,7 @@ def seconds_allowed(judged: Judged) -> float:
     return math.inf
 
 
-def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
+def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool, found_too: bool) -> None:
     """Set `limit` and `kind`, and `best_other` where it can decide."""
     step, mode, makespan = judged.step, judged.mode, judged.makespan
     easy = is_easy(step, judged.bound)
@@ -205,7 +206,7 @@ def _judge_makespan(judged: Judged, rounds: StepPlan, slow_too: bool) -> None:
         judged.limit = max(judged.limit, makespan if reachable >= enough else reachable * most)
         if not easy and others is not None:
             judged.limit = max(judged.limit, others[1] * most)
-    if makespan > judged.limit:
+    if found_too and makespan > judged.limit:
         shortest = found(step.name, mode, judged.bound)
         if shortest is not None:
             judged.limit, judged.kind = max(judged.limit, shortest * most), "found"

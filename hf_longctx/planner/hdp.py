@@ -15,10 +15,10 @@ below lie in placing/, but for bound.py.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
-5. Where that ends clearly later than rounds might, the plan of mode `lockstep` is made too (rounds/), and taken without its
-   barriers if it ends clearly sooner.
-6. Unequal ranks are planned for in other orders too, and as if they were equal (rank_order.py). Few documents on equal ranks may
-   lie as other planners place them, or all stay whole (other_placements.py).
+5. Where that ends clearly later than rounds might, rounds are made as for mode `lockstep` (rounds/), but without windows, and
+   taken without their barriers if they end clearly sooner.
+6. Unequal ranks are planned for in other orders too, for few documents also as if they were equal (rank_order.py). Few documents
+   on equal ranks may lie as other planners place them, or all stay whole (other_placements.py).
 
 Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
 
@@ -57,7 +57,7 @@ from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import pipeline_contexts
 from hf_longctx.planner.topology import PlanError, Topology
 
-DOCUMENTS_OF_ORDERS = 10_000
+MOST_IN_ALL_ORDERS = 10_000
 """Documents up to which all orders of unequal ranks are tried, not two. Of 46 plans of more, the others shortened 4, by 0.7 to
 2.3 %, in two to three times the time."""
 FAR = 1040
@@ -69,7 +69,7 @@ MANY_DOCUMENTS = 5_000
 """With more, rounds take long: 0.7 s for 82,000 documents on 917 ranks."""
 FEW_DOCUMENTS = 30
 """Up to so many, rounds take so little time that they are tried anyway."""
-ALIKE, DOCUMENTS_OF_ALIKE = 800, 150
+ALIKE, MOST_AS_IF_EQUAL = 800, 150
 """Thousandths of the fastest rank's speed that the slowest has for ranks to be planned as if they were equal too, and documents
 up to which they are: rounds of equal ranks are filled in more ways, which may save more than slow ranks lose. 52 documents on 36
 ranks end at 1.16 times the bound in rounds, and so at 1.12. Of 66 drawn steps, none of more documents gained anything."""
@@ -219,8 +219,8 @@ def _best(plans: Iterable[StepPlan], best: StepPlan | None = None) -> StepPlan |
 def _in_best_order(
     ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, mode: Mode
 ) -> StepPlan | None:
-    """Plan unequal ranks in orders by speed, as they are second, and then as if those of nearly one speed were equal, until one
-    order's plan ends soon. Return the first plan that no later one clearly beats."""
+    """Plan unequal ranks in orders by speed, as they are second, and, if documents are few, as if ranks of nearly one speed were
+    equal, until one order's plan ends soon. Return the first plan that no later one clearly beats."""
     lengths = np.empty_like(ordered)
     lengths[order] = ordered
     bound = lower_bound(ordered, topology, cost, mode, tokens)
@@ -238,9 +238,9 @@ def _in_best_order(
     orders: list[RankOrder | None] = [*by_speed[:1], None, *by_speed[1:]]
     if int(topology.fewest_ranks(tokens).sum()) > MANY_MEMBERS:
         orders = orders[:2] if topology.few_kinds else [None]
-    elif len(ordered) > DOCUMENTS_OF_ORDERS:
+    elif len(ordered) > MOST_IN_ALL_ORDERS:
         orders = orders[:2]
-    elif len(ordered) <= DOCUMENTS_OF_ALIKE and topology.memory is None and _alike(topology):
+    elif len(ordered) <= MOST_AS_IF_EQUAL and topology.memory is None and _alike(topology):
         orders += as_if_equal(topology, by_speed[:1])
     best: StepPlan | None = None
     for other in orders:

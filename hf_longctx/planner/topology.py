@@ -118,6 +118,11 @@ class Topology:
         """Whether there are at most MOST_KINDS."""
         return self.kinds[0].shape[1] <= MOST_KINDS
 
+    def times(self, work: np.ndarray, rank: np.ndarray) -> np.ndarray:
+        """int64: nanoseconds that each of these ranks takes for its work (int64, nanoseconds at speed 1000), rounded up."""
+        speeds = self.speeds[rank]
+        return work // speeds * FULL - (-(work % speeds) * FULL) // speeds  # work * FULL may exceed 64 bits
+
     @property
     def tokens(self) -> int:
         """Tokens that all ranks hold together in one micro-batch."""

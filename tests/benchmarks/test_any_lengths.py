@@ -44,6 +44,17 @@ def test_few_documents_lie_as_a_simpler_planner_places_them_where_that_ends_soon
     assert plan.timeline().makespan < most * plan.lower_bound
 
 
+def test_rounds_of_few_documents_end_sooner_where_they_are_also_filled_as_if_exchange_were_dearer(monkeypatch):
+    from drawn_steps import drawn
+
+    from hf_longctx.planner.placing.rounds import lockstep
+
+    step = drawn(1247)
+    makespan = plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
+    monkeypatch.setattr(lockstep, "DEARER_DOCUMENTS", 0)
+    assert makespan < 0.98 * plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
+
+
 @settings(max_examples=max(10, settings().max_examples // 2))
 @given(st.integers(0, 10_000))
 @example(3)

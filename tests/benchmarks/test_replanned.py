@@ -48,6 +48,15 @@ def test_a_search_finds_nothing_below_the_bound_and_nothing_worse_than_the_plan(
     assert bound <= best <= plan.timeline().makespan
 
 
+def test_a_search_finds_shorter_plans_where_the_planner_left_some():
+    from drawn_steps import drawn
+    from planner_replanned import replanned
+
+    step = drawn(57, FEW_RANKS)
+    own = plan_step(step.lengths, step.topology, step.cost, "async").timeline().makespan
+    assert replanned(step, "async", seconds=0, fewest=25)[0] < 0.98 * own
+
+
 def test_what_was_found_holds_for_its_step_and_its_bound(tmp_path, monkeypatch):
     import planner_replanned
 

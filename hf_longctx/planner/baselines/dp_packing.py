@@ -17,7 +17,7 @@ from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.micro_batches import Step
 from hf_longctx.planner.placing.packing import first_fit, sums
 from hf_longctx.planner.plan import Mode, StepPlan
-from hf_longctx.planner.topology import FULL, PlanError, Topology
+from hf_longctx.planner.topology import PlanError, Topology
 
 
 @as_work_decides
@@ -44,5 +44,5 @@ def plan_dp_packing(lengths: np.ndarray, topology: Topology, cost: CostModel, mo
     packs = int(micro_batch.max()) + 1
     rank = np.arange(packs) % topology.world_size
     times = sums(micro_batch, step.cost.time(step.lengths, 1), packs) + step.cost.micro_batch_ns
-    times = -(-times * FULL // topology.speeds[rank])
+    times = topology.times(times, rank)
     return step.plan("dp_packing", micro_batch, np.ones(packs, np.int64), rank, times, "direct")

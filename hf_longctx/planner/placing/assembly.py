@@ -122,7 +122,7 @@ def assemble(
     else:
         costs[split_id] = group_costs(lengths[split], sizes[split], groups, topology, cost)
     packed_times = sums(packed, times, packs) + cost.micro_batch_ns
-    costs[pack_id] = packed_times if topology.speed is None else -(-packed_times * FULL // topology.speeds[pack_rank])
+    costs[pack_id] = packed_times if topology.speed is None else topology.times(packed_times, pack_rank)
 
     ratios = np.zeros(micro_batches, np.int64)
     if offload is not None:

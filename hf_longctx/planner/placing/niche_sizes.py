@@ -137,7 +137,7 @@ def _unequal_units_for(
         ranks = size * unit
         if room < footprint or size < following_size or (ranks > 1 and ranks % multiple != 0):
             continue
-        if chosen and ranks > most:
+        if ranks > length or (chosen and ranks > most):
             break
         work = large.alone[i] if ranks == 1 else work_of(length, ranks, context.coefficients)
         if work * 1000 // speed <= left:

@@ -23,7 +23,7 @@ from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.placing.assembly import group_costs
 from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.plan import StepPlan
-from hf_longctx.planner.topology import FULL, SPLIT, Topology
+from hf_longctx.planner.topology import SPLIT, Topology
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class RankOrder:
 
 def _costs(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> np.ndarray:
     """int64 [micro_batches]: what each costs its slowest rank. `lengths`: int64 [documents], in the order of the plan."""
-    speeds, members, micro_batch = plan.topology.speeds, plan.members, plan.micro_batch_of_document
+    members, micro_batch = plan.members, plan.micro_batch_of_document
     split = np.flatnonzero(plan.holder == SPLIT)
     shared = np.full(len(members), cost.micro_batch_ns)
     groups = plan.rank[np.repeat(np.isin(np.arange(len(members)), micro_batch[split]), members)]
@@ -77,8 +77,8 @@ def _costs(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> np.ndarray:
     member = np.searchsorted(key, micro_batch[whole] * plan.world_size + plan.holder[whole])
     own = sums(member, cost.time(lengths[whole], 1), len(plan.rank))
     alone = np.repeat(members == 1, members)
-    in_group = np.repeat(shared, members) + -(-own * FULL // speeds[plan.rank])
-    times = np.where(alone, -(-(cost.micro_batch_ns + own) * FULL // speeds[plan.rank]), in_group)
+    in_group = np.repeat(shared, members) + plan.topology.times(own, plan.rank)
+    times = np.where(alone, plan.topology.times(cost.micro_batch_ns + own, plan.rank), in_group)
     return np.maximum.reduceat(times, plan.first_member[:-1])
 
 

@@ -253,7 +253,7 @@ class _Whole:
             doc=document,
             length=length[document],
             holder=rank[of_document[document]],
-            cost=-(-times[by_round] * FULL // topology.speeds[rank]),
+            cost=topology.times(times[by_round], rank),
             lower_bound=self.bound,
             offload=np.zeros(count, np.int64),
             round=round[by_round],

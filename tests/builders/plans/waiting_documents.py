@@ -11,10 +11,13 @@ from tests.builders.plans.random_plans import MISTRAL_7B
 COST = CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=8)
 
 
-def documents_of(lengths: np.ndarray, topology: Topology) -> tuple[Waiting, PlacementContext]:
-    """Documents that wait, longest first, and the context of their ranks."""
-    lengths = np.sort(lengths)[::-1].copy()
-    fewest = topology.fewest_ranks(lengths)
-    best = best_sizes(lengths, fewest, topology.world_size, COST.coefficients)
-    alone, shared = COST.work(lengths, 1), COST.work(lengths, fewest)
-    return Waiting(*waiting(lengths, lengths, lengths, alone, shared, best)), placement_context(topology, COST)
+def documents_of(
+    tokens: np.ndarray, topology: Topology, cost: CostModel = COST, counted: float = 1.0
+) -> tuple[Waiting, PlacementContext]:
+    """Documents that wait, longest first, and the context of their ranks. `counted`: share of its tokens that each counts as."""
+    tokens = np.sort(tokens)[::-1].copy()
+    lengths = np.maximum((tokens * counted).astype(np.int64), 1)
+    fewest = topology.fewest_ranks(tokens)
+    best = best_sizes(lengths, fewest, topology.world_size, cost.coefficients)
+    alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
+    return Waiting(*waiting(lengths, tokens, tokens, alone, shared, best)), placement_context(topology, cost)

@@ -2,10 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_longctx.planner import Topology, plan_step
+from hf_longctx.planner import CostModel, Topology, plan_step
+from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time
 from hf_longctx.planner.placing.rank_shares import proportional_shares
@@ -69,51 +70,80 @@ def test_rounds_hold_every_document_once_within_tokens_nodes_and_time(lengths, r
 
 
 @given(
-    lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=60),
-    speeds=st.lists(st.integers(200, 1000), min_size=2, max_size=40),
+    tokens=st.lists(st.integers(1, 60_000), min_size=1, max_size=60),
+    ranks=st.lists(st.tuples(st.integers(200, 1000), st.integers(500, 1500)), min_size=2, max_size=40),
     node=st.sampled_from([None, 1, 3, 8]),
+    counted=st.floats(0.5, 1),
     more_rounds=st.integers(0, 3),
     share=st.floats(0, 1),
 )
 def test_rounds_of_unequal_ranks_hold_every_document_once_within_tokens_nodes_and_time(
-    lengths, speeds, node, more_rounds, share
+    tokens, ranks, node, counted, more_rounds, share
 ):
-    topology = Topology(len(speeds), 8192, node, speed=tuple(speeds))
-    lengths = np.minimum(np.array(lengths), topology.tokens)
-    documents, context = documents_of(lengths, topology)
+    speed, memory = zip(*ranks)
+    topology = Topology(len(ranks), 8192, node, speed=speed, memory=memory)
+    tokens = np.minimum(np.array(tokens), topology.tokens)
+    documents, context = documents_of(tokens, topology, counted=counted)
     low = int(COST.time(int(documents.lengths[0]), int(documents.best[0]))) + COST.micro_batch_ns
-    columns = tuple(np.full(len(lengths), -(10**6)) for _ in range(3))
+    columns = tuple(np.full(len(tokens), -(10**6)) for _ in range(3))
     with planning(0):
-        rounds = -(-int(lengths.sum()) // topology.tokens) + more_rounds
+        rounds = -(-int(tokens.sum()) // topology.tokens) + more_rounds
         ends = deal_to_unequal(rounds, int(low * (1 + 20 * share)), documents, context, *columns)
     if not len(ends):
         return
     round_of, first, size = columns
-    latest = np.zeros(rounds)
-    busy, tokens = np.zeros((rounds, len(speeds))), np.zeros((rounds, len(speeds)))
-    owner = np.full((rounds, len(speeds)), -1)
+    own = np.diff(documents.tokens_before)
+    busy, held = np.zeros((rounds, len(ranks))), np.zeros((rounds, len(ranks)))
+    owner = np.full((rounds, len(ranks)), -1)
     for i in np.flatnonzero(size > 1):
         members = slice(first[i], first[i] + size[i])
-        assert first[i] + size[i] <= len(speeds)
+        assert first[i] + size[i] <= len(ranks)
         assert (owner[round_of[i], members] == -1).all()
         owner[round_of[i], members] = i
         busy[round_of[i], members] = group_time(documents.lengths[i], first[i], size[i], context)
-        tokens[round_of[i], members] = proportional_shares(
-            documents.lengths[i], topology.speeds[members], topology.capacities[members]
-        )
-        if size[i] <= topology.node_size:
-            assert first[i] // topology.node_size == (first[i] + size[i] - 1) // topology.node_size
+        held[round_of[i], members] = proportional_shares(own[i], topology.speeds[members], topology.capacities[members])
+        last = first[i] + size[i] - 1
+        assert first[i] // topology.node_size == last // topology.node_size or first[i] % topology.node_size == 0
     for i in np.flatnonzero(size <= 1):
         rank = first[i] - min(size[i], 0) if size[i] < 1 else first[i]
         group = owner[round_of[i], rank]
-        assert first[i] == first[group] if size[i] < 1 else group == -1
-        busy[round_of[i], rank] += documents.alone[i] * 1000 / speeds[rank]
-        if size[i] == 1 and tokens[round_of[i], rank] == 0:
-            busy[round_of[i], rank] += COST.micro_batch_ns * 1000 / speeds[rank]
-        tokens[round_of[i], rank] += documents.lengths[i]
-    assert (tokens <= topology.capacity).all()
-    latest = busy.max(axis=1)
-    assert np.abs(latest - ends).max() <= 2000 / min(speeds) + 2  # nanoseconds lost to division
+        if size[i] < 1:  # beside a split one
+            assert group >= 0
+            assert first[i] == first[group]
+        else:
+            assert group == -1
+        busy[round_of[i], rank] += documents.alone[i] * 1000 / speed[rank]
+        if size[i] == 1 and held[round_of[i], rank] == 0:
+            busy[round_of[i], rank] += COST.micro_batch_ns * 1000 / speed[rank]
+        held[round_of[i], rank] += own[i]
+    assert (held <= topology.capacities).all()
+    assert np.abs(busy.max(axis=1) - ends).max() <= 2000 / min(speed) + 2  # nanoseconds lost to division
+
+
+def test_ends_of_rounds_of_unequal_ranks_are_right_where_a_thousand_times_as_much_exceeds_64_bits():
+    topology, tokens = Topology(2, 10**6, speed=(1000, 900)), np.full(1200, 1000)
+    cost = CostModel(attention_ps=0, linear_ps=10**18, inside_ps=0)
+    cost = cost.in_units(unit_bits(tokens, topology, cost))
+    documents, context = documents_of(tokens, topology, cost)
+    columns = tuple(np.empty(1200, np.int64) for _ in range(3))
+    with planning(0):
+        ends = deal_to_unequal(1, int(documents.alone.sum()) * 10 // 19, documents, context, *columns)
+    alone, ranks = int(documents.alone[0]), np.bincount(columns[1], minlength=2).tolist()
+    assert 1000 * 600 * alone > 2**63
+    assert abs(int(ends[0]) - max(ranks[0] * alone, ranks[1] * alone * 10 // 9)) < alone
+
+
+@given(st.integers(0, 10_000))
+@example(17)
+@example(64)
+def test_documents_with_few_labels_leave_unequal_ranks_within_their_capacity(seed):
+    rng = np.random.default_rng(seed)
+    ranks = int(rng.integers(2, 12))
+    topology = Topology(ranks, int(rng.integers(50, 400)), speed=tuple(rng.integers(300, 1001, ranks).tolist()))
+    lengths = np.minimum(np.exp(rng.normal(4.5, 1, int(rng.integers(4, 40)))).astype(np.int64) + 1, topology.tokens)
+    labels = (lengths * rng.random(len(lengths)) ** 4).astype(np.int64)
+    cost = CostModel(attention_ps=10, linear_ps=10**6, inside_ps=10, message_ns=10, label_ps=9 * 10**5)
+    plan_step(lengths, topology, cost, "lockstep", labels=labels).check(lengths)
 
 
 def test_documents_of_two_speeds_are_dealt_in_proportion():

@@ -118,3 +118,10 @@ def test_no_target_is_tried_within_reach_of_one_that_was_missed_nor_twice(ends, 
     assert all(after * 1000 > before * LATEST for before, after in pairwise(missed))
     assert len(set(tried)) == len(tried)
     assert min(tried[len(missed) :]) * LATEST >= end * 1000
+
+
+def test_a_document_of_fewer_tokens_than_the_ulysses_degree_takes_no_more_ranks_than_tokens():
+    lengths = np.array([3, 4, 14])
+    speed, memory = (1000, 1) * 4 + (1000,), (1000, 500) * 4 + (1000,)
+    cost = CostModel(attention_ps=0, linear_ps=151350548, inside_ps=0, message_ns=16000000)
+    plan_step(lengths, Topology(9, 2, 8, 4, speed=speed, memory=memory), cost, "async").check(lengths)

@@ -101,3 +101,12 @@ def test_documents_of_unequal_ranks_are_dealt_to_rounds(monkeypatch):
     monkeypatch.setattr(builder, "DEALT", 0)
     monkeypatch.setattr(builder, "DEALT_OF_FEW", 0)
     assert makespan < 0.95 * plan_step(lengths, topology, cost, "lockstep").timeline().makespan
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_a_rank_may_have_work_of_which_a_thousand_times_as_much_exceeds_64_bits(mode):
+    lengths = np.full(20, 1)
+    cost = CostModel(attention_ps=0, linear_ps=2**50 * 1000, inside_ps=0)
+    plan = plan_step(lengths, Topology(2, 1000, speed=(1000, 999)), cost, mode)
+    plan.check(lengths)
+    assert plan.timeline().makespan < 1.01 * plan.lower_bound

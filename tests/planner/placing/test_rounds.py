@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hf_longctx.planner import CostModel, Topology, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time, placement_context
-from hf_longctx.planner.placing.rounds import builder
+from hf_longctx.planner.placing.rounds import builder, lockstep
 from hf_longctx.planner.placing.rounds.filling import fill_best_round, lowest_that_holds_all
 from hf_longctx.planner.placing.rounds.gaps import give_all_back, nothing_taken, take
 from hf_longctx.planner.placing.rounds.lockstep import WINDOWS
@@ -162,6 +162,14 @@ def test_replacing_the_last_rounds_gains_and_never_loses(monkeypatch):
     without, replaced = np.array(makespans)
     assert (replaced <= without + 1e-3).all()
     assert replaced.mean() < 0.995 * without.mean()
+
+
+def test_rounds_are_not_filled_as_if_exchange_were_dearer_where_that_exceeds_64_bits():
+    cost = CostModel(attention_ps=10, linear_ps=10**6, inside_ps=10, message_ns=4 * 10**18)
+    lengths = np.array([700, 600, 500, 500, 450])
+    plan = plan_step(lengths, Topology(2, 1000), cost, "lockstep")
+    plan.check(lengths)
+    assert plan.timeline().makespan * 1000 > plan.lower_bound * lockstep.WINDOWS_ABOVE
 
 
 def test_a_document_for_most_unequal_ranks_stays_on_the_fewest_where_whole_nodes_are_too_slow():

@@ -3,7 +3,8 @@
 The height of a round is the one at which it does the most work in the time that it takes: never below the least time of the
 longest document left, never above its time on the fewest ranks. So the round that must wait for a very long document is also the
 one that holds as many other long ones as it can. From some round on, all documents may be dealt to rounds of about one height
-instead (dealing.py): estimates say from which one on, and to how many. The last rounds hold what the others left.
+instead (dealing.py, unequal_dealing.py): estimates say from which one on, and to how many. The last rounds hold what the others
+left.
 
 Interpreted or compiled (planner/compiled.py); integers decide, and a few numbers in float64, the same on every machine. Nothing
 is sent.
@@ -51,15 +52,13 @@ STEPS = 32
 """Share of rounds by which more are looked at next, a 32nd, where 64 or more are too few."""
 DEALT = 3
 """Most estimates, the lowest first, of which documents are dealt."""
-FEW, DEALT_OF_FEW = 500, 8
-"""Documents up to which more are dealt where ranks are unequal: estimates are worse there."""
+FEW_DOCUMENTS, DEALT_OF_FEW = 500, 8
+"""Documents up to which more estimates are followed where ranks are unequal: they are worse there."""
 RAISED = (1000, 1010, 1030, 1060, 1100, 1150, 1250)
 """Thousandths of an estimated height to which documents of unequal ranks are dealt; of many, until that ends no sooner."""
-MOSTLY_WHOLE = 5
-"""Ranks to a document up to which those of unequal ranks are dealt. Of 82 drawn steps, the 18 that gained had up to 4."""
-MANY_DOCUMENTS, MANY_SHARES = 25_000, 20_000
-"""Above so many documents, none are dealt to unequal ranks; above so many ranks of them all, none to ranks of many kinds, where a
-group's time takes long to find."""
+DEALT_DOCUMENTS, RANKS_EACH, DEALT_MEMBERS = 25_000, 5, 20_000
+"""Documents up to which they are dealt to unequal ranks, ranks that they may need each, on average, and, where ranks are of many
+kinds and a group's time takes long to find, ranks of them all. Of 82 drawn steps, the 18 that gained had up to 22,000 and 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +96,18 @@ class RoundsBuilder:
         # Work on one rank, and on the fewest that hold the document.
         alone, shared = cost.work(lengths, 1), cost.work(lengths, fewest)
         self._topology, self._context = topology, context
-        # Between these lies the height of a round whose longest document this is: its time on the ranks that suit it best; its
-        # time on the fewest, or that of a rank full of whole documents.
+        # Between these lies the height of a round whose longest document this is.
         least = -(-cost.work(lengths, best) // best) + cost.micro_batch_ns
         most = -(-cost.work(lengths, fewest) // fewest) + cost.micro_batch_ns
         whole = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
         most = np.maximum(most, whole) * FULL // slowest
         self._documents = Documents(lengths, footprints, own, alone, shared, widest, least, most)
+        needed = int(fewest.sum())
+        self._may_be_dealt = topology.uniform or (
+            len(lengths) <= DEALT_DOCUMENTS
+            and needed <= RANKS_EACH * len(lengths)
+            and (topology.few_kinds or needed <= DEALT_MEMBERS)
+        )
         self._round, self._first_rank, self._size = (np.empty(len(lengths), np.int64) for _ in range(3))
         self._times: list[int] = []
 
@@ -173,10 +177,12 @@ class RoundsBuilder:
     def _deal_last(self) -> bool:
         """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
         sooner."""
+        if not self._may_be_dealt:
+            return False
         ends = np.append(0, np.cumsum(self._times))
         uniform = self._context.uniform
         levels = self._levels if uniform else self._unequal_levels
-        most = DEALT if uniform or len(self._round) > FEW else DEALT_OF_FEW
+        most = DEALT if uniform or len(self._round) > FEW_DOCUMENTS else DEALT_OF_FEW
         soonest: dict[tuple[int, int], tuple[int, int, bool]] = {}
         kept = 0
         while kept < len(self._times):
@@ -211,23 +217,20 @@ class RoundsBuilder:
             columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
             times = deal_to_unequal(rounds, height * raised // 1000, documents, context, *columns)
             if len(best[0]) and (not len(times) or times.sum() >= best[0].sum()):
-                if len(self._round) > FEW:
+                if len(self._round) > FEW_DOCUMENTS:
                     break
             else:
                 best = times, columns
         return best
 
     def _unequal_levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
-        """`_levels` of unequal ranks, as if all were busy until their round ends."""
+        """Yield the same as `_levels`, of unequal ranks, as if all were busy until their round ends."""
         own, shared = self._documents.tokens, self._documents.shared
-        shares = int(self._topology.fewest_ranks(own).sum())
-        many = shares > MANY_SHARES and not self._topology.few_kinds
-        if many or len(own) > MANY_DOCUMENTS or shares > MOSTLY_WHOLE * len(own):
-            return
+        least = int(self._documents.least[undone[0]]) * FULL // int(self._topology.speeds.max())
         work = int(shared[undone].sum()) * FULL // int(self._topology.speeds.sum())
         fewest = -(-int(own[undone].sum()) // self._topology.tokens)
         for rounds in range(fewest, fewest + COUNTS):
-            height = max(work // rounds + self._context.micro_batch, int(self._documents.least[undone[0]]))
+            height = max(work // rounds + self._context.micro_batch, least)
             yield rounds * height, rounds, height, False
 
     def _levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:

@@ -38,6 +38,7 @@ from hf_longctx.planner.placing.rounds.waiting_documents import (
     fits_alone,
     group_for,
     next_that_fits,
+    time_for,
     work_within,
 )
 
@@ -177,7 +178,7 @@ def _fill(
                 done = documents.alone_before[end] - documents.alone_before[i]
                 room -= documents.tokens_before[end] - documents.tokens_before[i]
                 left -= done
-                reached = max(reached, height - left * 1000 // free.speeds[open_rank])
+                reached = max(reached, height - time_for(left, free.speeds[open_rank]))
                 work += done
                 count += end - i
                 if keep:

@@ -1,5 +1,5 @@
 """How high rounds of about one height must be that hold many documents, and how long they all take: an estimate, before
-dealing.py deals the documents to them.
+dealing.py deals the documents to them. Equal ranks only.
 
 Documents that take longer than the height on one rank, or have too many tokens for it, are split over as few ranks as end in
 time. Neighbours in length that take as many ranks are a run; a few of its documents stand for all. Whole documents then fill all

@@ -3,7 +3,8 @@
 ZeRO-2, ZeRO-3 and expert parallelism need this: their collectives make all ranks meet in every micro-batch.
 
 A round of a given height is filled as filling.py says, and rounds follow each other as builder.py says. Where that ends late,
-rounds are also filled through windows. Ranks that a round leaves empty get no micro-batch in it.
+rounds are also filled through windows, and those of few documents as if exchange were dearer. Ranks that a round leaves empty get
+no micro-batch in it.
 
 Interpreted or compiled (planner/compiled.py); integers decide, and one ratio of them in float64, the same on every machine (a
 division and a comparison, correctly rounded). Nothing is sent.
@@ -15,13 +16,13 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_longctx.planner.bound import lower_bound
+from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times, placement_context
 from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.placing.rounds.builder import Rounds, RoundsBuilder
 from hf_longctx.planner.plan import StepPlan
-from hf_longctx.planner.topology import FULL, SPLIT, Topology
+from hf_longctx.planner.topology import SPLIT, Topology
 
 ALL_AT_ONCE = 2**40
 """No document is so short a share of the capacity."""
@@ -38,7 +39,8 @@ WINDOWS_ABOVE = 1025
 """Thousandths of the lower bound above which windows are tried: with them, planning takes six times as long."""
 DEARER, DEARER_DOCUMENTS = 3.0, 5_000
 """Rounds of up to so many documents are then also filled as if exchange were so many times as slow: alone, a round is filled best
-over more ranks than the step as a whole can spare. 125 documents on 12 ranks end at 1.044 times the bound, and so at 1.013."""
+over more ranks than the step as a whole can spare. 125 documents on 12 ranks end at 1.044 times the bound, and so at 1.013.
+Equal ranks only: unequal ones are planned in several orders already."""
 
 
 def plans_in_rounds(
@@ -60,12 +62,22 @@ def plans_in_rounds(
     bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
     for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context):
         yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
-    if rounds.makespan * 1000 <= bound * WINDOWS_ABOVE or len(lengths) > DEARER_DOCUMENTS or not context.uniform:
+    if rounds.makespan * 1000 <= bound * WINDOWS_ABOVE or len(lengths) > DEARER_DOCUMENTS or not topology.uniform:
         return
-    dearer = cost.scaled(exchange=DEARER)
-    seen = placement_context(topology, dearer)
-    rounds = best_rounds(lengths, tokens, bound, RESERVED_BELOW, (), topology, dearer, seen)
-    yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
+    dearer = _dearer(lengths, topology, cost)
+    if dearer is not None:
+        seen = placement_context(topology, dearer)
+        rounds = best_rounds(lengths, tokens, bound, RESERVED_BELOW, (), topology, dearer, seen)
+        yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
+
+
+def _dearer(lengths: np.ndarray, topology: Topology, cost: CostModel) -> CostModel | None:
+    """Return the same costs with exchange DEARER times as slow; None where 64-bit integers would not do for them."""
+    try:
+        dearer = cost.scaled(exchange=DEARER)
+    except ValueError:
+        return None
+    return dearer if unit_bits(lengths, topology, dearer) == 0 else None
 
 
 def best_rounds(
@@ -150,8 +162,8 @@ def _build(
     shared[micro_batch[split]] = group_times(lengths[split], rounds.first_rank[split], rounds.size[split], context)
     alone = np.repeat(members == 1, members)
     times = np.repeat(shared, members) + whole_times
-    own = -(-whole_times * FULL // topology.speeds[rank])
-    times = np.where(alone, -(-times * FULL // topology.speeds[rank]), np.repeat(shared, members) + own)
+    in_group = np.repeat(shared, members) + topology.times(whole_times, rank)
+    times = np.where(alone, topology.times(times, rank), in_group)
     document = np.lexsort([order, micro_batch])
     return StepPlan(
         topology=topology,

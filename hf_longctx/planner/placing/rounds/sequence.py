@@ -17,24 +17,19 @@ from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, waiting
 
 
 class Documents(NamedTuple):
-    """Documents, longest first, int64 [documents] each."""
+    """Documents, longest first, int64 [documents] each: columns as of `Waiting`, and others."""
 
     lengths: np.ndarray
-    """Tokens that each counts as."""
     footprints: np.ndarray
-    """Tokens that its group must have room for; they never rise."""
     tokens: np.ndarray
-    """Those that it has itself."""
+    """Those that each has itself; `footprints` may be more."""
     alone: np.ndarray
-    """Nanoseconds of work on one rank."""
     shared: np.ndarray
-    """The same on the fewest that hold it."""
     best: np.ndarray
-    """Ranks beyond which it gets slower."""
     least: np.ndarray
-    """Nanoseconds that it takes on the ranks that suit it best: no round that holds it ends sooner."""
+    """Nanoseconds that each takes on the ranks of speed 1000 that suit it best."""
     most: np.ndarray
-    """Nanoseconds on the slowest of the fewest ranks, or of a rank full of whole documents."""
+    """Nanoseconds on the slowest of the fewest ranks, or of a rank full of whole documents, if that is more."""
 
 
 @compiled
@@ -66,7 +61,8 @@ def heights_of(
     step = count
     while step > 1:
         for i in range(0, count, step):
-            heights[i + step // 2] = int(np.sqrt(float(heights[i])) * np.sqrt(float(heights[i + step])))
+            mean = int(np.sqrt(float(heights[i])) * np.sqrt(float(heights[i + step])))
+            heights[i + step // 2] = min(max(mean, heights[i]), heights[i + step])
         step //= 2
     return heights
 

@@ -7,9 +7,10 @@ one of the rounds, can do what its speed allows within one height that all round
              A A d B B B | C f h E E i        A, B, C and E are too long for a rank; d, f, h, i and the
              round 0     | round 1            shorter ones stay whole
 
-Documents come longest first. One that the fastest free rank, or a rank that is begun, still has time for stays whole on the one
-that has most time; any other takes the fewest ranks from the fastest free one on. What does not end within the height goes
-where most time is left, and makes that round longer.
+Documents come longest first. One that the first free rank, or a rank that is begun, still has time for stays whole on the one
+that has most time; any other takes the fewest ranks from the first free one on, which is a fast one where ranks are in order of
+speed. What finds no place within the height goes to the rank that has most time left of those that are begun, and makes that
+round longer.
 
 Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
@@ -25,7 +26,7 @@ from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
 from hf_longctx.planner.placing.rank_blocks import smallest_group
 from hf_longctx.planner.placing.rank_shares import proportional_shares
-from hf_longctx.planner.placing.rounds.waiting_documents import Waiting
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, time_for
 
 
 @compiled
@@ -44,10 +45,10 @@ def deal_to_unequal(
         round_of, first_rank, size: as of dealing.py's `deal`.
 
     Returns:
-        int64 [rounds]: when each ends, nanoseconds; empty if documents find no room.
+        int64 [rounds]: when each ends, nanoseconds; empty if a document finds no place, and no rank that is begun has room.
     """
     nothing, world_size, count = np.empty(0, np.int64), len(context.speeds), len(documents.lengths)
-    speeds, capacities = context.speeds, context.capacities
+    speeds, capacities, node = context.speeds, context.capacities, context.node
     within = height // 1000 * speeds + height % 1000 * speeds // 1000 - context.micro_batch
     # By place: work (nanoseconds at speed 1000) and tokens that it has left, and the first rank of its group, -1 without one.
     left, room = np.empty(rounds * world_size, np.int64), np.empty(rounds * world_size, np.int64)
@@ -57,9 +58,9 @@ def deal_to_unequal(
     left, room = listed(left), listed(room)
     group_begin = listed(np.full(rounds * world_size, -1))
     ends = np.zeros(rounds, np.int64)
-    # Runs of ranks that hold nothing: (first rank, number); the fastest come first.
+    # Runs of ranks that hold nothing: (first rank, number). Each border of nodes cuts one at most, once in each round.
     runs = rounds
-    most_runs = rounds * (world_size // context.node + 2)  # each is cut at borders of nodes, once each
+    most_runs = rounds * (world_size // node + 2)
     run_round, run_end = np.empty(most_runs, np.int64), np.full(most_runs, world_size)
     run_round[:rounds] = np.arange(rounds)
     free: Any = [(np.int64(0), np.int64(run)) for run in range(rounds)]
@@ -69,9 +70,9 @@ def deal_to_unequal(
     begun.pop()
     full: Any = [(np.int64(0), np.int64(0))]  # (-tokens left, place): too few for the last document
     full.pop()
-    likely, node = 0, context.node
+    likely = 0
     for i in range(count):
-        tokens, alone = documents.footprints[i], documents.alone[i]
+        tokens, alone = documents.tokens_before[i + 1] - documents.tokens_before[i], documents.alone[i]
         while len(full) > 0 and -full[0][0] >= tokens:
             place = heappop(full)[1]
             heappush(begun, (-left[place], place))
@@ -94,10 +95,17 @@ def deal_to_unequal(
             if chosen >= 0:
                 break
             group = smallest_group(
-                documents.lengths[i], tokens, documents.best[i], first, run_end[run] - first, height, likely, context
+                documents.lengths[i],
+                documents.footprints[i],
+                documents.best[i],
+                first,
+                run_end[run] - first,
+                height,
+                likely,
+                context,
             )
             rest = node - first % node
-            if rest < group <= node < world_size:  # it would lie in two nodes: the rest of this one is a run of its own
+            if rest < min(group, node) and node < world_size:  # the rest of a node is a run of its own
                 run_round[runs], run_end[runs], run_end[run] = run_round[run], run_end[run], first + rest
                 heappush(free, (first + rest, np.int64(runs)))
                 runs += 1
@@ -118,9 +126,7 @@ def deal_to_unequal(
             begin = int(round * world_size + first)
             time = group_time(documents.lengths[i], first, group, context)
             ends[round] = max(ends[round], time)
-            held = proportional_shares(
-                documents.lengths[i], speeds[first : first + group], capacities[first : first + group]
-            )
+            held = proportional_shares(tokens, speeds[first : first + group], capacities[first : first + group])
             for member in range(group):
                 place, speed = begin + member, speeds[first + member]
                 left[place] = (height - time) // 1000 * speed + (height - time) % 1000 * speed // 1000
@@ -143,8 +149,7 @@ def deal_to_unequal(
         room[chosen] -= tokens
         heappush(begun, (-left[chosen], chosen))
         rank, round = chosen % world_size, chosen // world_size
-        end = height - left[chosen] * 1000 // speeds[rank]
-        ends[round] = max(ends[round], end)
+        ends[round] = max(ends[round], height - time_for(left[chosen], speeds[rank]))
         round_of[i], first_rank[i], size[i] = round, rank, 1
         if group_begin[chosen] >= 0:
             first_rank[i], size[i] = group_begin[chosen], group_begin[chosen] - rank

@@ -199,6 +199,14 @@ def fits_alone(
 @inlined
 @borrowing
 @compiled
+def time_for(work: int, speed: int) -> int:  # pragma: no cover - compiled
+    """Nanoseconds that a rank takes for work of so many nanoseconds at speed 1000, rounded down."""
+    return work // speed * 1000 + work % speed * 1000 // speed  # work * 1000 may exceed 64 bits
+
+
+@inlined
+@borrowing
+@compiled
 def work_within(height: int, rank: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Return how much work (nanoseconds at speed 1000) a rank can do within `height`, besides its micro-batch."""
     return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - context.micro_batch
