@@ -195,7 +195,7 @@ def _planned(
     ):
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
         yield rounds
-        if _makespan(rounds) >= soonest:
+        if _makespan(rounds) * 1000 > soonest * NEAR:
             return  # better rounds hardly ever gain that much
 
 
