@@ -69,8 +69,8 @@ def _chunk_stop(length: int, chunk: int, chunks: int, linear_tokens: int) -> int
     """chunk_stops of one chunk, counted from 1; where 64 bits do not hold its squares, but for a token or two."""
     if 2 * length + linear_tokens >= 2**28:
         share = chunk / chunks
-        if linear_tokens >= length * 2**20:
-            return min(length, int(np.ceil(length * share)))
+        if linear_tokens >= length * 2**20:  # a little above its share of the tokens
+            return min(length, length * chunk // chunks + 1)
         squared = float(linear_tokens) * float(linear_tokens) + 4.0 * length * float(length + linear_tokens) * share
         return min(length, int(np.ceil((np.sqrt(squared) - linear_tokens) / 2)))
     square = linear_tokens**2 + -(-4 * length * (length + linear_tokens) * chunk // chunks)

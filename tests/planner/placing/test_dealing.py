@@ -93,7 +93,7 @@ def test_rounds_of_unequal_ranks_hold_every_document_once_within_tokens_nodes_an
         return
     round_of, first, size = columns
     own = np.diff(documents.tokens_before)
-    busy, held = np.zeros((rounds, len(ranks))), np.zeros((rounds, len(ranks)))
+    busy, filled = np.zeros((rounds, len(ranks))), np.zeros((rounds, len(ranks)))
     owner = np.full((rounds, len(ranks)), -1)
     for i in np.flatnonzero(size > 1):
         members = slice(first[i], first[i] + size[i])
@@ -101,7 +101,9 @@ def test_rounds_of_unequal_ranks_hold_every_document_once_within_tokens_nodes_an
         assert (owner[round_of[i], members] == -1).all()
         owner[round_of[i], members] = i
         busy[round_of[i], members] = group_time(documents.lengths[i], first[i], size[i], context)
-        held[round_of[i], members] = proportional_shares(own[i], topology.speeds[members], topology.capacities[members])
+        filled[round_of[i], members] = proportional_shares(
+            own[i], topology.speeds[members], topology.capacities[members]
+        )
         last = first[i] + size[i] - 1
         assert first[i] // topology.node_size == last // topology.node_size or first[i] % topology.node_size == 0
     for i in np.flatnonzero(size <= 1):
@@ -113,10 +115,10 @@ def test_rounds_of_unequal_ranks_hold_every_document_once_within_tokens_nodes_an
         else:
             assert group == -1
         busy[round_of[i], rank] += documents.alone[i] * 1000 / speed[rank]
-        if size[i] == 1 and held[round_of[i], rank] == 0:
+        if size[i] == 1 and filled[round_of[i], rank] == 0:
             busy[round_of[i], rank] += COST.micro_batch_ns * 1000 / speed[rank]
-        held[round_of[i], rank] += own[i]
-    assert (held <= topology.capacities).all()
+        filled[round_of[i], rank] += own[i]
+    assert (filled <= topology.capacities).all()
     assert np.abs(busy.max(axis=1) - ends).max() <= 2000 / min(speed) + 2  # nanoseconds lost to division
 
 

@@ -11,10 +11,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import PlanError, StepPlan, Topology, plan_step
+from hf_longctx.planner.stages.causal_chunks import _chunk_stop, chunk_stops
 from hf_longctx.planner.stages.stage_events import BACKWARD, FORWARD, Units
 from hf_longctx.planner.stages.stage_order import SCHEDULES, Played, Schedule, play_stages, predicted_units, stage_order
 from tests.builders.plans.random_plans import CPU_COST, chunked_plans
@@ -262,3 +263,14 @@ for schedule in (Schedule(), Schedule("gpipe"), Schedule("interleaved", 2), Sche
     ]
     assert printed[0] == printed[1]
     assert len(printed[0].splitlines()) == 4
+
+
+@given(st.integers(1, 4096), st.integers(2, 32), st.integers(0, 44))
+@example(4, 2, 40)
+def test_what_chunks_cost_is_counted_where_they_end(length, chunks, exponent):
+    """However much of the cost is linear: 4 tokens ran in chunks of 3 and 1, and were counted in chunks of 2 and 2."""
+    linear_tokens = 2**exponent
+    stops = [_chunk_stop(length, chunk, chunks, linear_tokens) for chunk in range(1, chunks + 1)]
+    exact = chunk_stops(length, chunks, linear_tokens)
+    near = 2**27 <= linear_tokens < length * 2**20  # 64 bits do not hold its squares
+    assert all(abs(stop - end) <= (1 if near else 0) for stop, end in zip(stops, exact))

@@ -126,11 +126,11 @@ def deal_to_unequal(
             begin = int(round * world_size + first)
             time = group_time(documents.lengths[i], first, group, context)
             ends[round] = max(ends[round], time)
-            held = proportional_shares(tokens, speeds[first : first + group], capacities[first : first + group])
+            shares = proportional_shares(tokens, speeds[first : first + group], capacities[first : first + group])
             for member in range(group):
                 place, speed = begin + member, speeds[first + member]
                 left[place] = (height - time) // 1000 * speed + (height - time) % 1000 * speed // 1000
-                room[place] -= held[member]
+                room[place] -= shares[member]
                 group_begin[place] = first
                 if room[place] > 0:
                     heappush(begun, (-left[place], place))
