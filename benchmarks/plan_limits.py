@@ -50,6 +50,10 @@ QUICK_DOCUMENTS, QUICK_MEMBERS = 5_000, 500_000
 """Up to which each of the other planners takes less than a second."""
 
 
+MOST_MEMBERS = {"static_cp_unpacked": 10_000_000, "static_cp": 100_000_000}
+"""Planner -> ranks of all documents' groups up to which it is compared with: 900 million took 20 GB of memory."""
+
+
 @dataclass
 class Judged:
     """A plan in one mode, and the limits that it breaks."""
@@ -169,7 +173,7 @@ def other_plans(step: DrawnStep, mode: Mode, rounds: StepPlan, *, slow_too: bool
     members = len(step.lengths) * int(step.topology.fewest_ranks(step.ordered[:1])[0])  # as static groups, unpacked
     for name, planner in PLANNERS.items():
         slow = len(step.lengths) > QUICK_DOCUMENTS or members > QUICK_MEMBERS
-        if name == "hdp" or (slow and not slow_too) or (name == "static_cp_unpacked" and members > 20 * QUICK_MEMBERS):
+        if name == "hdp" or (slow and not slow_too) or members > MOST_MEMBERS.get(name, math.inf):
             continue
         try:
             yield name, planner(step.lengths, step.topology, step.cost, mode).timeline().makespan
