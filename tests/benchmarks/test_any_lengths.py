@@ -49,7 +49,7 @@ def test_rounds_of_few_documents_end_sooner_where_they_are_also_filled_as_if_exc
 
     from hf_longctx.planner.placing.rounds import lockstep
 
-    step = drawn(1247)
+    step = drawn(1228)
     makespan = plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
     monkeypatch.setattr(lockstep, "DEARER_DOCUMENTS", 0)
     assert makespan < 0.98 * plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
