@@ -67,7 +67,8 @@ def plans_in_rounds(
     dearer = _dearer(lengths, topology, cost)
     if dearer is not None:
         seen = placement_context(topology, dearer)
-        # How many ranks suit a document stays as it is: few would leave groups of part of a node, which nothing here counts.
+        # How many ranks suit a document remains what the true costs say. Fewer would keep groups from being rounded up to whole
+        # nodes, and the cost of sharing a node with others is not counted.
         rounds = best_rounds(lengths, tokens, bound, RESERVED_BELOW, (), topology, cost, seen)
         yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
 

@@ -26,7 +26,7 @@ from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
 from hf_longctx.planner.placing.rank_blocks import smallest_group
 from hf_longctx.planner.placing.rank_shares import proportional_shares
-from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, time_for
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, time_for, work_in
 
 
 @compiled
@@ -49,7 +49,7 @@ def deal_to_unequal(
     """
     nothing, world_size, count = np.empty(0, np.int64), len(context.speeds), len(documents.lengths)
     speeds, capacities, node = context.speeds, context.capacities, context.node
-    within = height // 1000 * speeds + height % 1000 * speeds // 1000 - context.micro_batch
+    within = work_in(height, speeds) - context.micro_batch
     # By place: work (nanoseconds at speed 1000) and tokens that it has left, and the first rank of its group, -1 without one.
     left, room = np.empty(rounds * world_size, np.int64), np.empty(rounds * world_size, np.int64)
     for begin in range(0, rounds * world_size, world_size):
@@ -128,8 +128,8 @@ def deal_to_unequal(
             ends[round] = max(ends[round], time)
             shares = proportional_shares(tokens, speeds[first : first + group], capacities[first : first + group])
             for member in range(group):
-                place, speed = begin + member, speeds[first + member]
-                left[place] = (height - time) // 1000 * speed + (height - time) % 1000 * speed // 1000
+                place = begin + member
+                left[place] = work_in(height - time, speeds[first + member])
                 room[place] -= shares[member]
                 group_begin[place] = first
                 if room[place] > 0:

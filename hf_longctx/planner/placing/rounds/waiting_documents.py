@@ -209,4 +209,12 @@ def time_for(work: int, speed: int) -> int:  # pragma: no cover - compiled
 @compiled
 def work_within(height: int, rank: int, free: Free, context: PlacementContext) -> int:  # pragma: no cover - compiled
     """Return how much work (nanoseconds at speed 1000) a rank can do within `height`, besides its micro-batch."""
-    return height // 1000 * free.speeds[rank] + height % 1000 * free.speeds[rank] // 1000 - context.micro_batch
+    return work_in(height, free.speeds[rank]) - context.micro_batch
+
+
+@inlined
+@borrowing
+@compiled
+def work_in(time: int, speed: int) -> int:  # pragma: no cover - compiled
+    """Nanoseconds of work at speed 1000 that a rank does in so many nanoseconds, rounded down; of arrays too."""
+    return time // 1000 * speed + time % 1000 * speed // 1000
