@@ -15,8 +15,8 @@ below lie in placing/, but for bound.py.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
 4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
-5. Where that ends clearly later than rounds might, rounds are made as for mode `lockstep` (rounds/), but without windows, and
-   taken without their barriers if they end clearly sooner.
+5. Where that ends clearly later than rounds might, rounds are made as for mode `lockstep` (rounds/), through windows only if it
+   ends far from the bound, and taken without their barriers if they end clearly sooner.
 6. Unequal ranks are planned for in other orders too, for few documents also as if they were equal (rank_order.py). Few documents
    on equal ranks may lie as other planners place them, or all stay whole (other_placements.py).
 
@@ -43,15 +43,15 @@ import numpy as np
 from hf_longctx.planner.batch_lengths import longest_first, validated, validated_labels
 from hf_longctx.planner.bound import MANY_MEMBERS, lower_bound, unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.cost.group_times import PlacementContext, placement_context
-from hf_longctx.planner.cost.selective_offload import Offload, room_needed
+from hf_longctx.planner.cost.group_times import placement_context
+from hf_longctx.planner.cost.selective_offload import LEAST_GAIN, Offload, room_needed
 from hf_longctx.planner.effort import as_work_decides
-from hf_longctx.planner.placing.assembly import Placement, assemble
+from hf_longctx.planner.placing.assembly import assemble
 from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.other_placements import best_of_others
 from hf_longctx.planner.placing.rank_order import RankOrder, as_if_equal, orders_by_speed
-from hf_longctx.planner.placing.rounds.lockstep import plans_in_rounds
-from hf_longctx.planner.placing.search import NEAR, TOGETHER, Search
+from hf_longctx.planner.placing.rounds.lockstep import WINDOWS, plans_in_rounds
+from hf_longctx.planner.placing.search import GOOD_ENOUGH, NEAR, TOGETHER, Search
 from hf_longctx.planner.placing.whole import plan_whole
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
 from hf_longctx.planner.stages.chunked_placement import pipeline_contexts
@@ -62,13 +62,17 @@ MOST_IN_ALL_ORDERS = 10_000
 2.3 %, in two to three times the time."""
 FAR = 1040
 """Thousandths of the bound of rounds above which a plan ends late enough for rounds to be tried where they promise little; where
-they promise more, TOGETHER. Below that, they gained anything for 3 of 429 drawn steps, and took a fifth of all planning."""
+they promise more, TOGETHER. Below that, they gained anything for 3 of 429 drawn steps, and took a fifth of all planning. Windows
+are tried that far above the lower bound too: without barriers, they gained more than 0.3 % for 2 of 137 steps nearer to it."""
+LATER = 1060
+"""Thousandths of such a plan that first rounds may end at for windows, and dearer exchange, to be tried: 2,194 documents on 96
+ranks end at 1.135 times the lower bound, in first rounds at 1.186, and in the last ones at 1.114."""
 EVEN = 2
 """Documents to a rank; with fewer, rounds hardly ever end near their bound."""
 MANY_DOCUMENTS = 5_000
 """With more, rounds take long: 0.7 s for 82,000 documents on 917 ranks."""
-FEW_DOCUMENTS = 30
-"""Up to so many, rounds take so little time that they are tried anyway."""
+FEW_DOCUMENTS, QUICK = 30, 100
+"""Up to so many, rounds take so little time that they are tried anyway; and wherever they may gain 0.2 %, not only above NEAR."""
 ALIKE, MOST_AS_IF_EQUAL = 800, 150
 """Thousandths of the fastest rank's speed that the slowest has for ranks to be planned as if they were equal too, and documents
 up to which they are: rounds of equal ranks are filled in more ways, which may save more than slow ranks lose. 52 documents on 36
@@ -129,7 +133,7 @@ def plan_step(
         best = _in_best_order(ordered, tokens, order, topology, cost, mode)
     assert best is not None, "ranks as they are give a plan"
     plan = best
-    if topology.uniform and mode != "pipeline" and offload is None and not len(labels):
+    if topology.uniform and mode != "pipeline" and not len(labels):
         plan = best_of_others(plan, lengths, cost)
     return _labelled(plan, labels).in_nanoseconds(bits)
 
@@ -157,51 +161,59 @@ def _planned(
     bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
-    def placed(room: np.ndarray) -> list[tuple[Placement, PlacementContext]]:
+    def planned(room: np.ndarray) -> StepPlan:
         goals = [(bound, placement_context(topology, cost))]
         if mode == "pipeline":
             goals = pipeline_contexts(ordered, topology.fewest_ranks(room), times, topology, cost)
-        candidates = []
+        plans = []
         for goal, context in goals:
             search = Search(ordered, at_least_later(tokens), room, times, topology, cost, goal, context)
-            candidates.append((search.best(), context))
-        return candidates
+            plans.append(
+                assemble(search.best(), order, ordered, tokens, times, topology, cost, bound, mode, offload, context)
+            )
+        # A placement's own makespan leaves out how documents are packed.
+        return min(plans, key=_makespan)
 
-    placements = placed(at_least_later(tokens))
+    plan = planned(at_least_later(tokens))
     if offload is not None:
-        footprints = room_needed(ordered, tokens, topology, cost, bound, offload)
-        bound = min(bound, lower_bound(ordered, topology, cost, mode, tokens, footprints))
-        if (footprints < tokens).any():
-            placements += placed(footprints)
-    plans = [
-        assemble(placement, order, ordered, tokens, times, topology, cost, bound, mode, offload, context)
-        for placement, context in placements
-    ]
-    # A placement's own makespan leaves out how documents are packed, which may outweigh what offload saves.
-    plan = plans[0] if len(plans) == 1 else min(plans, key=_makespan)
+        room = tokens
+        # Where it is not enough to move what saves much of a document's work, also what keeps it from meeting on a second rank.
+        for least_gain in (LEAST_GAIN, 0.0):
+            if least_gain == 0 and _makespan(plan) * 1000 <= bound * NEAR:
+                break
+            before, room = room, room_needed(ordered, tokens, topology, cost, bound, offload, least_gain)
+            bound = min(bound, lower_bound(ordered, topology, cost, mode, tokens, room))
+            if (room != before).any():
+                other = planned(room)
+                plan = other if _is_clearly_better(other, plan) else plan
+        plan = replace(plan, lower_bound=bound)
     yield plan
     if mode != "async" or not _few_members(tokens, topology):
         return
     soonest = _makespan(plan)
-    if soonest * 1000 <= (bound if least is None else least) * NEAR:
+    if soonest * 1000 <= (bound if least is None else least) * _near(ordered):
         return
     documents = len(ordered)
     likely = documents <= FEW_DOCUMENTS or EVEN * topology.world_size <= documents <= MANY_DOCUMENTS
     if soonest * 1000 <= lower_bound(ordered, topology, cost, "lockstep", tokens) * (TOGETHER if likely else FAR):
         return
-    # Without barriers, rounds that are filled through windows end hardly sooner: of 137 drawn steps, 2 by more than 0.3 %.
-    for rounds in plans_in_rounds(
-        ordered, tokens, order, topology, cost, placement_context(topology, cost), windows=()
-    ):
+    far = soonest * 1000 > bound * FAR and documents <= MANY_DOCUMENTS
+    windows = WINDOWS if far else ()
+    for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows):
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
         yield rounds
-        if _makespan(rounds) * 1000 > soonest * NEAR:
+        if _makespan(rounds) * 1000 > soonest * (LATER if far else NEAR):
             return  # better rounds hardly ever gain that much
 
 
 def _few_members(tokens: np.ndarray, topology: Topology) -> bool:
     """Whether groups are few enough, or their times found quickly enough, for better rounds, and for ranks in several orders."""
     return topology.few_kinds or int(topology.fewest_ranks(tokens).sum()) <= MANY_MEMBERS
+
+
+def _near(documents: np.ndarray) -> int:
+    """Thousandths of the lower bound up to which a plan is near enough for rounds not to be tried."""
+    return GOOD_ENOUGH if len(documents) <= QUICK else NEAR
 
 
 def _makespan(plan: StepPlan) -> int:
@@ -211,9 +223,13 @@ def _makespan(plan: StepPlan) -> int:
 def _best(plans: Iterable[StepPlan], best: StepPlan | None = None) -> StepPlan | None:
     """Return the first plan that no later one clearly beats, `best` before all; None where there is none."""
     for plan in plans:
-        if best is None or _makespan(plan) * TOGETHER < _makespan(best) * 1000:
+        if best is None or _is_clearly_better(plan, best):
             best = plan
     return best
+
+
+def _is_clearly_better(plan: StepPlan, best: StepPlan) -> bool:
+    return _makespan(plan) * TOGETHER < _makespan(best) * 1000
 
 
 def _in_best_order(

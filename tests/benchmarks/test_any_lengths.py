@@ -55,6 +55,17 @@ def test_rounds_of_few_documents_end_sooner_where_they_are_also_filled_as_if_exc
     assert makespan < 0.98 * plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
 
 
+def test_rounds_end_sooner_where_the_one_before_an_idle_one_is_made_higher(monkeypatch):
+    from drawn_steps import drawn
+
+    from hf_longctx.planner.placing.rounds import builder
+
+    step = drawn(1194)
+    makespan = plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
+    monkeypatch.setattr(builder, "RAISED_BEFORE", ())
+    assert makespan < 0.98 * plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
+
+
 @settings(max_examples=max(10, settings().max_examples // 2))
 @given(st.integers(0, 10_000))
 @example(3)

@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 
 from hf_longctx.planner import GPU, CostModel, PlanError, StepPlan, Topology, plan_step
+from hf_longctx.planner.baselines.dynamic_cp import plan_dynamic_cp
 from hf_longctx.planner.cost.selective_offload import Offload
+from hf_longctx.planner.placing import other_placements
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
 from tests.builders.plans.random_plans import CPU_COST, GPU_COST, MISTRAL_7B, lognormal_pareto
@@ -134,6 +136,25 @@ def test_documents_that_travel_together_share_messages():
     alone = 30 * cost.time(1400, 3)
     assert plan.timeline().makespan < 0.7 * alone
     assert plan.timeline().makespan >= plan.lower_bound
+
+
+@pytest.mark.parametrize(("late", "tried"), [(1.004, 0), (1.02, 0), (1.04, 1)])
+def test_others_that_take_long_are_tried_for_many_documents_only_where_ours_ends_late(monkeypatch, late, tried):
+    calls = []
+
+    def other(lengths, topology, cost, mode):
+        calls.append(len(lengths))
+        return plan_dynamic_cp(lengths, topology, cost, mode)
+
+    monkeypatch.setattr(other_placements, "OTHERS", (other_placements.Other(other, near=39, far=40),))
+    lengths = np.full(40, 700)
+    plan = plan_step(lengths, Topology(3, 1000), GPU_COST)
+    calls.clear()
+    ours = replace(plan, lower_bound=int(plan.timeline().makespan / late))
+    best = other_placements.best_of_others(ours, lengths, GPU_COST)
+    best.check(lengths)
+    assert calls == [40] * tried
+    assert best.timeline().makespan <= plan.timeline().makespan
 
 
 def test_slow_ranks_get_less():
@@ -263,6 +284,18 @@ def test_offload_puts_documents_on_fewer_ranks_within_its_limits(mode):
             assert plan.offload[longest] == 0, "never for the document that decides when the step ends"
         used += int((plan.offload > 0).sum())
     assert used > 0
+
+
+def test_offload_that_saves_little_of_each_document_keeps_a_rank_from_being_left_over():
+    """Pairs of five ranks leave one idle. That each of them could hold a document saves less than 1 % of its work."""
+    topology, cost = Topology(5, 4214, 2), CostModel.from_config(MISTRAL_7B, GPU, ranks_per_node=2)
+    lengths = np.arange(4300, 5000, 10)
+    assert (cost.work(lengths, 2) * 0.99 < cost.work(lengths, 1)).all()
+    without = plan_step(lengths, topology, cost)
+    plan = plan_step(lengths, topology, cost, "async", Offload(900, 10**7, 10**5))
+    plan.check(lengths)
+    assert plan.timeline().makespan < 0.9 * without.timeline().makespan
+    assert plan.timeline().makespan >= plan.lower_bound
 
 
 def test_documents_that_only_offload_lets_a_rank_hold_are_packed_one_by_one():

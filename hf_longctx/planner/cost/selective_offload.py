@@ -24,8 +24,8 @@ from hf_longctx.planner.topology import FULL, PlanError, Topology
 FORWARD = 3
 """Forward is a third of forward and backward. ByteScale's own times (64K tokens: 5.08 s up to r = 0.5, 6.49 s at r = 1)
 have their knee where the transfer is as long as forward."""
-LEAST_GAIN = 100
-"""A document is put on fewer ranks if that saves 1/100 of its work or more: half the error of a good profile."""
+LEAST_GAIN = 0.01
+"""A document is put on fewer ranks if that saves so much of its work: half the error of a good profile."""
 SLOWEST_PS = 2.0**50
 """Picoseconds per token, 19 minutes, behind which any transfer hides."""
 CRITICAL = 2
@@ -65,11 +65,19 @@ class Offload:
 
 
 def room_needed(
-    lengths: np.ndarray, tokens: np.ndarray, topology: Topology, cost: CostModel, bound: int, offload: Offload
+    lengths: np.ndarray,
+    tokens: np.ndarray,
+    topology: Topology,
+    cost: CostModel,
+    bound: int,
+    offload: Offload,
+    least_gain: float = LEAST_GAIN,
 ) -> np.ndarray:
     """int64 [documents]: tokens of capacity that the group of each document must have; all its tokens without offload.
 
-    lengths, tokens: int64 [documents]: tokens that each counts as, and has.
+    Args:
+        lengths, tokens: int64 [documents]: tokens that each counts as, and has.
+        least_gain: the share of its work that offload must save of each.
     """
     capacity = topology.capacity
     fewest = -(-tokens // capacity)
@@ -82,5 +90,5 @@ def room_needed(
     reach = offload.most_tokens(capacity, per_token_ps)
     fewer = -(-tokens // reach)
     less, more = cost.work(lengths, fewer), cost.work(lengths, fewest)
-    helps = (fewer < fewest) & (less < more - more // LEAST_GAIN) & (-(-less // fewer) <= bound // CRITICAL)
+    helps = (fewer < fewest) & (less < more * (1 - least_gain)) & (-(-less // fewer) <= bound // CRITICAL)
     return np.where(helps, fewer * capacity, tokens)

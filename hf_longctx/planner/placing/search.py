@@ -51,6 +51,8 @@ FEW = 20_000
 """Large documents up to which shelves are tried even if each document fits into a node."""
 ENOUGH = 1006
 """Thousandths of the lower bound at which niches end their search there; each further try takes as long as the first."""
+MANY, MANY_NEAR = 20_000, 1050
+"""With more documents, blocks are not tried again up to this: they gained nothing for 52 of 52 steps, in up to 40 ms each."""
 ACROSS_NODES = 1005
 """Thousandths of the lower bound up to which groups of several nodes' ranks stay blocks."""
 WIDE = (0, 1, 2, 3, 4, 6, 8)
@@ -125,7 +127,7 @@ class Search:
         self.first_rank, self.sizes = np.empty(large, np.int64), np.empty(large, np.int64)
         self.loads, self.starts = np.empty(world_size, np.int64), np.empty(large, np.int64)
 
-        self.thorough = world_size * large <= THOROUGH
+        self.thorough, self.many = world_size * large <= THOROUGH, len(lengths) > MANY
         self.soonest = WORST  # the least makespan of all that has been placed; the best is chosen by more than that
         self.least_likely = WORST  # the same of `Placement.likely`
 
@@ -153,7 +155,7 @@ class Search:
                     best = self.in_blocks(target, best, evenly=(False,))
             best = self._lowest(self.in_niches, 1, best, ENOUGH, LATEST)
             best = self._lowest(self.bisected, 1, best, NEAR)
-            best = self._lowest(self.in_blocks, BLOCKS_FIRST, best, NEAR)
+            best = self._lowest(self.in_blocks, BLOCKS_FIRST, best, MANY_NEAR if self.many else NEAR)
         # Blocks that are not cut at the borders of nodes always fit in the end.
         documents, target = self.documents, bound * TARGETS[-1] // 1000
         uncut = context._replace(node=self.topology.world_size)

@@ -107,6 +107,25 @@ def test_windows_hold_documents_of_several_sizes_that_end_together():
     assert ends[True][0] > ends[False][0]
 
 
+def test_windows_keep_slow_ranks_for_documents_that_suit_them():
+    """Each document takes a node of four. At the height of the longest on fast nodes, a slow one takes two nodes for a document
+    like it, or one for a shorter one. There are more of these than a round may have runs."""
+    topology = Topology(800, 2324, 4, speed=(1000,) * 400 + (780,) * 400)
+    documents, context = documents_of(np.linspace(5000, 9296, 3000).astype(np.int64), topology)
+    height = group_time(int(documents.lengths[0]), 0, 4, context)
+    fast, slow = slice(0, 400), slice(400, 800)
+    busy = {}
+    for windows in ((), WINDOWS):
+        end, placed, first, size = filled(documents, context, [int(height)], windows)
+        work = np.zeros(800)
+        for i in np.flatnonzero(placed):
+            work[first[i] : first[i] + size[i]] = group_time(documents.lengths[i], first[i], size[i], context) / end
+        busy[bool(windows)] = work[fast].mean(), work[slow].mean(), placed.sum()
+    assert min(busy[True][:2]) > 0.95
+    assert busy[True][2] == 200, "one to a node"
+    assert busy[False][2] < 200
+
+
 def test_all_are_held_at_the_lowest_height_that_is_enough():
     topology = Topology(16, 4096, 8)
     documents, context = documents_of(np.array([9000, 4000, 3000, 800, 700, 500, 20]), topology)

@@ -217,7 +217,9 @@ def _fill(
             reached = max(reached, time)
             work += documents.shared_before[i] - documents.shared_before[begin]
             count += i - begin
-            if in_window:
+            if in_window and runs > 0 and run_end[runs - 1] == begin:
+                run_end[runs - 1] = i
+            elif in_window:
                 run_begin[runs], run_end[runs] = begin, i
                 runs += 1
     return work, reached, count

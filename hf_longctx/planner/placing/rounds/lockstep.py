@@ -20,7 +20,7 @@ from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times, placement_context
 from hf_longctx.planner.placing.packing import sums
-from hf_longctx.planner.placing.rounds.builder import Rounds, RoundsBuilder
+from hf_longctx.planner.placing.rounds.builder import DEALT_DOCUMENTS, Rounds, RoundsBuilder
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import SPLIT, Topology
 
@@ -36,7 +36,8 @@ GOOD_ENOUGH = 1005
 WINDOWS = (990, 980, 960)
 """Per mille of a round's height that groups must take at first (filling.py), tried where rounds without end late."""
 WINDOWS_ABOVE = 1025
-"""Thousandths of the lower bound above which windows are tried: with them, planning takes six times as long."""
+"""Thousandths of the lower bound above which windows are tried, and rounds made higher: with windows, planning takes six times as
+long."""
 DEARER, DEARER_DOCUMENTS = 3.0, 5_000
 """Rounds of up to so many documents are then also filled as if exchange were so many times as slow: alone, a round is filled best
 over more ranks than the step as a whole can spare. 155 documents on 84 ranks end at 1.079 times the bound, and so at 1.044.
@@ -107,8 +108,8 @@ def rounds_tried(
     cost: CostModel,
     context: PlacementContext,
 ) -> Iterator[Rounds]:
-    """Yield rounds, and better ones, in which short documents wait; then, where those end late and ranks are equal, the better of
-    them and of rounds through windows.
+    """Yield rounds, and better ones, in which short documents wait; then, where those end late and ranks are equal, or of few
+    kinds and their documents too many to be dealt, the better of them and of rounds through windows.
 
     Args:
         lengths, footprints: int64 [documents], longest first: tokens that a document counts as, and those that its group must
@@ -117,7 +118,8 @@ def rounds_tried(
         reserved_below: shares of the capacity, as RESERVED_BELOW.
         windows: as WINDOWS; they are tried with the best of these shares.
     """
-    builder = RoundsBuilder(lengths, footprints, topology, cost, context)
+    near = bound * WINDOWS_ABOVE // 1000
+    builder = RoundsBuilder(lengths, footprints, topology, cost, context, near)
     tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
     # Lengths fall, their negatives ascend: the first document that is no longer than the share. None is, of ALL_AT_ONCE.
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
@@ -133,7 +135,8 @@ def rounds_tried(
         if rounds.makespan < best.makespan:
             best, best_stop = rounds, stop
             yield best
-    if windows and context.uniform and best.makespan * 1000 > bound * WINDOWS_ABOVE:
+    through_windows = context.uniform or (topology.few_kinds and len(lengths) > DEALT_DOCUMENTS)
+    if windows and through_windows and best.makespan > near:
         yield min(best, builder.rounds(best_stop, windows), key=lambda rounds: rounds.makespan)
 
 
