@@ -4,7 +4,7 @@
     pipeline   LB = max( shared / R,  min over k of (1 + (p-1)/k) * (longest + (k-1)*launches) )   p stages; T of one
     lockstep   round_bound.py
 
-    shared      sum_i work(s_i, D_i) + micro_batch * (tokens / C)          D_i: fewest ranks that hold document i
+    shared      sum_i work(s_i, D_i) + micro_batch * min(tokens_i / C, D_i)     D_i: fewest ranks that hold document i
     longest     max_i min_{D_i <= d <= R} T(s_i, d) + micro_batch          always the document that counts as longest
 
 `shared` spreads all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the least. Unequal ranks
@@ -72,7 +72,9 @@ def lower_bound(
     work = cost.work(lengths, fewest)
     if footprints is None and not topology.stay_whole:
         work = work_with_waiting(work, tokens, topology)
-    packing = 0 if footprints is not None else cost.micro_batch_ns * int(tokens.sum()) // int(topology.capacities.max())
+    # A document that offload lets fewer ranks hold than its tokens fill has their micro-batches to itself.
+    capacity = int(topology.capacities.max())
+    packing = cost.micro_batch_ns * int(np.minimum(tokens, fewest * capacity).sum()) // capacity
     speed = int(topology.speeds.sum())
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
     whole = bound_of_whole(cost.time(lengths, 1), tokens, topology, cost, mode) if topology.stay_whole else 1

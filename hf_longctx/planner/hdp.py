@@ -72,7 +72,10 @@ EVEN = 2
 MANY_DOCUMENTS = 5_000
 """With more, rounds take long: 0.7 s for 82,000 documents on 917 ranks."""
 FEW_DOCUMENTS, QUICK = 30, 100
-"""Up to so many, rounds take so little time that they are tried anyway; and wherever they may gain 0.2 %, not only above NEAR."""
+"""Up to so many, rounds take so little time that they are tried anyway; and on unequal ranks wherever they may gain 0.2 %, not only
+above NEAR: on equal ones, that gained anything for 2 of 377 steps."""
+TAKES_LONG = 300
+"""Up to so many, windows take longer than all else, and gained 0.6 % at most."""
 ALIKE, MOST_AS_IF_EQUAL = 800, 150
 """Thousandths of the fastest rank's speed that the slowest has for ranks to be planned as if they were equal too, and documents
 up to which they are: rounds of equal ranks are filled in more ways, which may save more than slow ranks lose. 52 documents on 36
@@ -191,13 +194,13 @@ def _planned(
     if mode != "async" or not _few_members(tokens, topology):
         return
     soonest = _makespan(plan)
-    if soonest * 1000 <= (bound if least is None else least) * _near(ordered):
+    if soonest * 1000 <= (bound if least is None else least) * _near(ordered, topology):
         return
     documents = len(ordered)
     likely = documents <= FEW_DOCUMENTS or EVEN * topology.world_size <= documents <= MANY_DOCUMENTS
     if soonest * 1000 <= lower_bound(ordered, topology, cost, "lockstep", tokens) * (TOGETHER if likely else FAR):
         return
-    far = soonest * 1000 > bound * FAR and documents <= MANY_DOCUMENTS
+    far = soonest * 1000 > bound * FAR and TAKES_LONG < documents <= MANY_DOCUMENTS
     windows = WINDOWS if far else ()
     for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows):
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
@@ -211,9 +214,9 @@ def _few_members(tokens: np.ndarray, topology: Topology) -> bool:
     return topology.few_kinds or int(topology.fewest_ranks(tokens).sum()) <= MANY_MEMBERS
 
 
-def _near(documents: np.ndarray) -> int:
+def _near(documents: np.ndarray, topology: Topology) -> int:
     """Thousandths of the lower bound up to which a plan is near enough for rounds not to be tried."""
-    return GOOD_ENOUGH if len(documents) <= QUICK else NEAR
+    return NEAR if topology.uniform or len(documents) > QUICK else GOOD_ENOUGH
 
 
 def _makespan(plan: StepPlan) -> int:
