@@ -72,8 +72,8 @@ EVEN = 2
 MANY_DOCUMENTS = 5_000
 """With more, rounds take long: 0.7 s for 82,000 documents on 917 ranks."""
 FEW_DOCUMENTS, QUICK = 30, 100
-"""Up to so many, rounds take so little time that they are tried anyway; and on unequal ranks wherever they may gain 0.2 %, not only
-above NEAR: on equal ones, that gained anything for 2 of 377 steps."""
+"""Up to so many, rounds take so little time that they are tried anyway; and on unequal ranks wherever they may gain 0.2 %, not
+only above NEAR: on equal ones, that gained anything for 2 of 377 steps."""
 TAKES_LONG = 300
 """Up to so many, windows take longer than all else, and gained 0.6 % at most."""
 ALIKE, MOST_AS_IF_EQUAL = 800, 150
