@@ -25,6 +25,7 @@ from planner_bound import reachable_bound
 from planner_replanned import found
 
 from hf_longctx.planner import PLANNERS, Mode, PlanError, StepPlan, lower_bound, plan_step
+from hf_longctx.planner.baselines.static_cp import context_degree
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.selective_offload import SLOWEST_PS, Offload
 from hf_longctx.planner.machine_code import compiled_here, read_here
@@ -170,7 +171,7 @@ def other_plans(step: DrawnStep, mode: Mode, rounds: StepPlan, *, slow_too: bool
     if mode == "async":
         free = replace(rounds, mode="async", round=np.zeros_like(rounds.round))
         yield "rounds", free.timeline().makespan
-    members = len(step.lengths) * int(step.topology.fewest_ranks(step.ordered[:1])[0])  # as static groups, unpacked
+    members = len(step.lengths) * context_degree(int(step.ordered[0]), step.topology)  # as static groups, unpacked
     for name, planner in PLANNERS.items():
         slow = len(step.lengths) > QUICK_DOCUMENTS or members > QUICK_MEMBERS
         if name == "hdp" or (slow and not slow_too) or members > MOST_MEMBERS.get(name, math.inf):
