@@ -171,9 +171,10 @@ def other_plans(step: DrawnStep, mode: Mode, rounds: StepPlan, *, slow_too: bool
     if mode == "async":
         free = replace(rounds, mode="async", round=np.zeros_like(rounds.round))
         yield "rounds", free.timeline().makespan
-    members = len(step.lengths) * context_degree(int(step.ordered[0]), step.topology)  # as static groups, unpacked
+    documents, longest = len(step.lengths), step.ordered[:1]
+    members = documents * context_degree(int(longest[0]), step.topology)  # as static groups, unpacked
+    slow = documents > QUICK_DOCUMENTS or documents * int(step.topology.fewest_ranks(longest)[0]) > QUICK_MEMBERS
     for name, planner in PLANNERS.items():
-        slow = len(step.lengths) > QUICK_DOCUMENTS or members > QUICK_MEMBERS
         if name == "hdp" or (slow and not slow_too) or members > MOST_MEMBERS.get(name, math.inf):
             continue
         try:
