@@ -65,8 +65,8 @@ FAR = 1040
 they promise more, TOGETHER. Below that, they gained anything for 3 of 429 drawn steps, and took a fifth of all planning. Windows
 are tried that far above the lower bound too: without barriers, they gained more than 0.3 % for 2 of 137 steps nearer to it."""
 LATER = 1060
-"""Thousandths of such a plan that first rounds may end at for windows, and dearer exchange, to be tried: 2,194 documents on 96
-ranks end at 1.135 times the lower bound, in first rounds at 1.186, and in the last ones at 1.114."""
+"""Thousandths of the plan's makespan up to which first rounds may end for windows, and dearer exchange, to be tried: 2,194
+documents on 96 ranks end at 1.135 times the lower bound, in first rounds at 1.186, and in the last ones at 1.114."""
 EVEN = 2
 """Documents to a rank; with fewer, rounds hardly ever end near their bound."""
 MANY_DOCUMENTS = 5_000
@@ -74,8 +74,8 @@ MANY_DOCUMENTS = 5_000
 FEW_DOCUMENTS, QUICK = 30, 100
 """Up to so many, rounds take so little time that they are tried anyway; and on unequal ranks wherever they may gain 0.2 %, not
 only above NEAR: on equal ones, that gained anything for 2 of 377 steps."""
-TAKES_LONG = 300
-"""Up to so many, windows take longer than all else, and gained 0.6 % at most."""
+FEW_FOR_WINDOWS = 300
+"""Most documents for which windows are not tried in mode async: they take longer than all else there, and gained 0.6 % at most."""
 ALIKE, MOST_AS_IF_EQUAL = 800, 150
 """Thousandths of the fastest rank's speed that the slowest has for ranks to be planned as if they were equal too, and documents
 up to which they are: rounds of equal ranks are filled in more ways, which may save more than slow ranks lose. 52 documents on 36
@@ -200,7 +200,7 @@ def _planned(
     likely = documents <= FEW_DOCUMENTS or EVEN * topology.world_size <= documents <= MANY_DOCUMENTS
     if soonest * 1000 <= lower_bound(ordered, topology, cost, "lockstep", tokens) * (TOGETHER if likely else FAR):
         return
-    far = soonest * 1000 > bound * FAR and TAKES_LONG < documents <= MANY_DOCUMENTS
+    far = soonest * 1000 > bound * FAR and FEW_FOR_WINDOWS < documents <= MANY_DOCUMENTS
     windows = WINDOWS if far else ()
     for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows):
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)

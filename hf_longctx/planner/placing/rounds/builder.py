@@ -57,8 +57,9 @@ FEW_DOCUMENTS, DEALT_OF_FEW = 500, 8
 RAISED = (1000, 1010, 1030, 1060, 1100, 1150, 1250)
 """Thousandths of an estimated height to which documents of unequal ranks are dealt; of many, until that ends no sooner."""
 IDLE, RAISED_BEFORE = 50, (1030, 1060, 1100, 1150)
-"""Where ranks are idle in a round for a 50th of the step, the one before is raised to these thousandths: it may hold what makes
-that one high. 215,907 documents on 3,191 unequal ranks, five of which took 59 s and five 13 s, end 5 % sooner."""
+"""Share of the step that ranks are idle in one round, a 50th, for the round before it to be made higher, and by how much, in
+thousandths of its height: it may hold what makes the idle one high. 215,907 documents on 3,191 unequal ranks, five of which took
+59 s and five 13 s, end 5 % sooner."""
 DEALT_DOCUMENTS, RANKS_EACH, DEALT_MEMBERS = 25_000, 5, 20_000
 """Documents up to which they are dealt to unequal ranks, ranks that they may need each, on average, and, where ranks are of many
 kinds and a group's time takes long to find, ranks of them all. Of 82 drawn steps, the 18 that gained had up to 22,000 and 4."""
