@@ -75,7 +75,8 @@ FEW_DOCUMENTS, QUICK = 30, 100
 """Up to so many, rounds take so little time that they are tried anyway; and on unequal ranks wherever they may gain 0.2 %, not
 only above NEAR: on equal ones, that gained anything for 2 of 377 steps."""
 FEW_FOR_WINDOWS = 300
-"""Most documents for which windows are not tried in mode async: they take longer than all else there, and gained 0.6 % at most."""
+"""Most documents for which windows are not tried in mode async: they take longer than all else there, and gained at most 0.6 %
+of the makespan."""
 ALIKE, MOST_AS_IF_EQUAL = 800, 150
 """Thousandths of the fastest rank's speed that the slowest has for ranks to be planned as if they were equal too, and documents
 up to which they are: rounds of equal ranks are filled in more ways, which may save more than slow ranks lose. 52 documents on 36
