@@ -15,6 +15,8 @@ ends by tau. With f(x) = g(x) = x it is the work of all documents on ranks that 
 
     staircase(k)   floor((k+1) * x) / k, and x where (k+1) * x is an integer: of parts above 1/(k+1), k fit side by side
     middle(e)      0 below e, x from e to 1-e, 1 above: what leaves less than e free fills it
+    mirror(e)      floor(x/e) / floor(1/e) below a half, 1/2 there, 1 - mirror(1-x) above: what is left beside the one of more
+                   than a half is counted in parts of e
 
 On ranks of unequal speed, T is that on the d fastest ranks, which no others beat, however many tokens each of them holds.
 
@@ -30,7 +32,9 @@ in time on as many whole nodes as hold it, the fewest ranks that do.
 
 Source of the scales and the proof for boxes: Fekete and Schepers, "New classes of fast lower bounds for bin packing problems",
 Mathematical Programming 91 (2001), and "A general framework for bounds for higher-dimensional orthogonal packing
-problems", Mathematical Methods of Operations Research 60 (2004).
+problems", Mathematical Methods of Operations Research 60 (2004); mirror(e): Carlier, Clautiaux and Moukrim, "New reduction
+procedures and lower bounds for the two-dimensional bin packing problem with fixed orientation", Computers & Operations
+Research 34 (2007).
 """
 
 import math
@@ -49,6 +53,8 @@ PRECISION = 2000
 STAIRCASES = (*range(1, 17), 20, 24, 32, 48, 64)
 """k: with a hundred, what is left over is a percent."""
 MIDDLES = (1 / 2, 1 / 3, 1 / 4, 1 / 6, 1 / 10)
+MIRRORS, NARROWEST = 8, 1 / 6
+"""Widths of documents, from a sixth to a half of the ranks, of which each is an e of mirror(e): those of most work."""
 LAST_NODE = (2, 4, 8, 16, 32)
 """Times that a last node of fewer ranks is counted too, where f(x) = x."""
 SAME_LENGTH = 0.02
@@ -105,6 +111,20 @@ class Middle:
         return np.where(share > 1 - self.edge + ROUNDING, 1.0, between)
 
 
+@dataclass(frozen=True)
+class Mirror:
+    """mirror(e) of the module's docstring; `part` is e, at most a half."""
+
+    part: float
+
+    def __call__(self, share: np.ndarray) -> np.ndarray:
+        """Scale."""
+        part = self.part * (1 - ROUNDING)  # so that what is e counts as e
+        below = np.floor(np.minimum(share, 1 - share) / part) / np.floor(1 / part)
+        scaled = np.where(share > 0.5, 1 - below, below)
+        return np.where(np.abs(share - 0.5) < ROUNDING, 0.5, scaled)
+
+
 SCALES: tuple[Scale, ...] = (Identity(), *map(Staircase, STAIRCASES), *map(Middle, MIDDLES))
 
 
@@ -156,6 +176,7 @@ class _Boxes:
         self.packing = cost.micro_batch_ns * int(lengths.sum()) / int(topology.capacities.max())
         self.lengths, longest, self.count = _classes(lengths, topology, cost)
         fewest = topology.fewest_ranks(self.lengths)
+        self.scales = (*SCALES, *self._mirrors(fewest % self.node / self.node, cost.work(self.lengths, fewest)))
         most = np.minimum(self.lengths, self.ranks)
         if topology.uniform:  # with more, T rises
             most = best_sizes(self.lengths, fewest, self.ranks, cost.coefficients)
@@ -174,8 +195,8 @@ class _Boxes:
         document, size = np.nonzero(useful)
         self.begin = np.flatnonzero(np.append(True, np.diff(document) > 0))
         """int64 [classes]: the first of its boxes in the arrays that follow."""
-        self.time, self.first = time[useful], first[size]
-        """[boxes]: groups of a range of sizes count as of the first, and take the time of the last."""
+        self.time, self.first = time[useful], np.maximum(first[size], fewest[document])
+        """[boxes]: groups of a range of sizes count as of the first that holds the document, and take the time of the last."""
         self.share = self.first / self.ranks
         """Of all ranks."""
         self.launched = self.time + np.where(self.first > 1, cost.micro_batch_ns, 0)
@@ -191,6 +212,15 @@ class _Boxes:
         """Whole nodes that such a group has at least, wherever it begins."""
         self.across_work = cost.time(self.lengths, fewest) * fewest / self.ranks
 
+    def _mirrors(self, shares: np.ndarray, work: np.ndarray) -> Iterator[Mirror]:
+        """Yield scales for the widths that documents of most work have; `work`: nanoseconds of one document of each class."""
+        widths, of_width = np.unique(shares, return_inverse=True)
+        total = np.bincount(of_width, work.astype(np.float64) * self.count)
+        total[(widths < NARROWEST) | (widths > 1 / 2)] = 0
+        for width in np.argsort(-total)[:MIRRORS]:
+            if total[width] > 0:
+                yield Mirror(float(widths[width]))
+
     def _keep_to_nodes(self, first: np.ndarray, last: np.ndarray) -> np.ndarray:
         """bool [sizes]: whether a range of sizes has one that lies inside a node, or on whole nodes."""
         return (first <= self.node) | (last // self.node * self.node >= first)
@@ -205,9 +235,9 @@ class _Boxes:
         """Scale the widths of all boxes by every f; `document`: int64 [boxes], their classes; `to_last`: bool [boxes], whether
         they end on the last rank."""
         last = self.ranks % self.node / self.node
-        times_last = [(f, 1) for f in SCALES]
+        times_last = [(f, 1) for f in self.scales]
         if to_last.any():
-            times_last += [(SCALES[0], times) for times in LAST_NODE]
+            times_last += [(self.scales[0], times) for times in LAST_NODE]
         widths, boxes, begins, nodes = [], [], [], []
         before = 0
         for f, times in times_last:

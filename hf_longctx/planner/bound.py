@@ -37,8 +37,8 @@ LARGEST_WORK = 2**62
 """Nanoseconds of all documents together up to which times are planned in nanoseconds."""
 MANY_MEMBERS = 200_000
 """Members of groups of unequal ranks, on the fewest that hold each document: with more, two orders of ranks are tried. Where
-ranks are of many kinds, they keep their order, no group gets more of them for being unequal, and no better rounds are tried: all
-this takes seconds, as shares are found rank by rank."""
+ranks are of many kinds, no group gets more of them for being unequal then, and no better rounds are tried: this takes seconds, as
+shares are found rank by rank."""
 LARGEST_DOCUMENT = 2**52
 """The same of one document: times a speed (per mille) it still fits 64-bit integers."""
 WORK_IN_UNITS = 2**57

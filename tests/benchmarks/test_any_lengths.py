@@ -60,7 +60,7 @@ def test_rounds_end_sooner_where_the_one_before_an_idle_one_is_made_higher(monke
 
     from hf_longctx.planner.placing.rounds import builder
 
-    step = drawn(1194)
+    step = drawn(1914)
     makespan = plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
     monkeypatch.setattr(builder, "RAISED_BEFORE", ())
     assert makespan < 0.98 * plan_step(step.lengths, step.topology, step.cost, "lockstep").timeline().makespan
@@ -187,13 +187,14 @@ def test_no_plan_that_keeps_to_nodes_beats_their_bound():
 
 def test_scales_never_sum_to_more_than_one():
     # Of any shares that sum to 1, also where they end on a step.
-    from planner_boxes import SCALES
+    from planner_boxes import SCALES, Mirror
 
     rng = np.random.default_rng(0)
+    scales = (*SCALES, *map(Mirror, (1 / 2, 5 / 12, 0.43, 1 / 3, 0.3, 1 / 4, 0.21, 1 / 6)))
     for count in (1, 2, 3, 4, 6, 12, 30):
         drawn = rng.dirichlet(np.full(count, 0.5), 200)
         parts = rng.multinomial(12, np.full(count, 1 / count), 200) / 12
-        for scale in SCALES:
+        for scale in scales:
             for shares in (drawn, parts):
                 for whole in (1.0, 0.75, 5 / 16, 0.1):  # nor of what a last node has of one
                     most = scale(np.array([whole]))

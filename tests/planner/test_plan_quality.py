@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_longctx.planner import GPU, CostModel, PlanError, StepPlan, Topology, plan_step
+from hf_longctx.planner import GPU, CostModel, PlanError, StepPlan, Topology, hdp, plan_step
 from hf_longctx.planner.baselines.dynamic_cp import plan_dynamic_cp
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.placing import other_placements
@@ -155,6 +155,39 @@ def test_others_that_take_long_are_tried_for_many_documents_only_where_ours_ends
     best.check(lengths)
     assert calls == [40] * tried
     assert best.timeline().makespan <= plan.timeline().makespan
+
+
+@pytest.mark.parametrize(("node", "ceiling"), [(None, 1.13), (2, 1.24)])
+def test_fewer_documents_than_ranks_end_as_soon_as_estimated(node, ceiling):
+    # In rounds of the estimated height, documents that just fit onto one rank find no rank of their own.
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(np.log(5000), 0.25, 50), 100, 50_000).astype(np.int64)
+    cost = CostModel.from_config(MISTRAL_7B, QUICK_MESSAGES, ranks_per_node=node)
+    plan = plan_step(lengths, Topology(101, 56_000, ranks_per_node=node), cost, "lockstep")
+    plan.check(lengths)
+    assert plan.summary().balance < ceiling
+
+
+def test_documents_that_lie_alone_count_a_whole_micro_batch():
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(np.log(500), 0.8, 60), 50, 4000).astype(np.int64)
+    plan = plan_step(lengths, Topology(48, 4096, ranks_per_node=8), NODES_COST, "async")
+    plan.check(lengths)
+    assert plan.summary().balance < 1.02
+
+
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_many_members_on_ranks_of_many_kinds_are_planned_by_speed_too(mode, monkeypatch):
+    rng = np.random.default_rng(0)
+    topology = Topology(24, 2231, speed=tuple(rng.integers(430, 1001, 24).tolist()))
+    lengths = np.clip(rng.lognormal(np.log(9000), 0.8, 30), 500, 48_000).astype(np.int64)
+    assert not topology.few_kinds
+    monkeypatch.setattr(hdp, "MANY_MEMBERS", 10)
+    plan = plan_step(lengths, topology, GPU_COST, mode)
+    plan.check(lengths)
+    monkeypatch.setattr(hdp, "orders_by_speed", lambda topology, cost: iter(()))
+    as_they_are = plan_step(lengths, topology, GPU_COST, mode)
+    assert plan.timeline().makespan < 0.95 * as_they_are.timeline().makespan
 
 
 def test_slow_ranks_get_less():

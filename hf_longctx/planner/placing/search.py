@@ -96,6 +96,7 @@ class Search:
         lengths, tokens, room, times: int64 [documents], longest first: tokens that a document counts as; those that it has or
             more, never rising; those that its group must have room for; and nanoseconds on one rank.
         bound: nanoseconds; what is aimed at are multiples of it.
+        packs: how many micro-batches of short documents there are for a thousand that would be full.
     """
 
     def __init__(
@@ -108,6 +109,7 @@ class Search:
         cost: CostModel,
         bound: int,
         context: PlacementContext,
+        packs: int = 1000,
     ) -> None:
         world_size = topology.world_size
         self.topology, self.bound, self.context = topology, bound, context
@@ -117,7 +119,7 @@ class Search:
         if context.stages > 1:
             best_size = best_counted_sizes(split, topology.fewest_ranks(footprints), best_size, context)
         # A whole document brings its share of a micro-batch, so that ranks with many small ones are not underestimated.
-        alone = with_micro_batches(lengths, tokens, times, context)
+        alone = with_micro_batches(lengths, tokens, times, context, packs)
         self.small_times, self.small_tokens = alone[large:], tokens[large:]
         self.total_small, self.total_speed = int(self.small_times.sum()), int(topology.speeds.sum())
         # With little else to fill gaps with, blocks end too unevenly.

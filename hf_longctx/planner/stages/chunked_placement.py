@@ -61,9 +61,10 @@ def room_in_time(context: PlacementContext) -> int:
 
 
 def with_micro_batches(
-    lengths: np.ndarray, tokens: np.ndarray, times: np.ndarray, context: PlacementContext
+    lengths: np.ndarray, tokens: np.ndarray, times: np.ndarray, context: PlacementContext, packs: int = 1000
 ) -> np.ndarray:
-    """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch, which `tokens` fill.
+    """int64 [documents]: nanoseconds of whole documents, each with its share of a micro-batch, which `tokens` fill; `packs`: how
+    many micro-batches there are for a thousand that would be full.
 
     Outside of a pipeline, a document of more than half the capacity has a micro-batch of its own, and shorter ones first fill
     what these leave: no two of the long ones lie together.
@@ -76,6 +77,7 @@ def with_micro_batches(
         beside = min(capacity * int(long.sum()) - int(tokens[long].sum()), short)
         if beside:
             share = share // short * (short - beside) + share % short * (short - beside) // short
+        share = np.minimum(share, context.micro_batch * 1000 // packs) * packs // 1000  # a micro-batch at most
         return times + np.where(long, context.micro_batch, share)
     _, chunked = chunk_whole(lengths, times, context)
     return chunked + np.maximum(share, context.micro_batch * times // room_in_time(context))
