@@ -50,6 +50,7 @@ from hf_longctx.planner.placing.assembly import assemble
 from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.other_placements import best_of_others
 from hf_longctx.planner.placing.rank_order import RankOrder, as_if_equal, orders_by_speed
+from hf_longctx.planner.placing.rounds.builder import NEVER
 from hf_longctx.planner.placing.rounds.lockstep import WINDOWS, plans_in_rounds
 from hf_longctx.planner.placing.search import GOOD_ENOUGH, NEAR, TOGETHER, Search
 from hf_longctx.planner.placing.whole import plan_whole
@@ -216,7 +217,10 @@ def _planned(
         return
     far = soonest * 1000 > bound * FAR and FEW_FOR_WINDOWS < documents <= MANY_DOCUMENTS
     windows = WINDOWS if far else ()
-    for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost), windows):
+    # Rounds that end late at first may end in time through windows, or, of ranks in another order, where they are given back.
+    by = NEVER if far or least is not None else soonest
+    context = placement_context(topology, cost)
+    for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, context, windows, by):
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
         yield rounds
         if _makespan(rounds) * 1000 > soonest * (LATER if far else NEAR):

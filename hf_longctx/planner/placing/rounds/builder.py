@@ -60,6 +60,11 @@ estimate does not know that whole documents may find no place of their own: 6,92
 rounds; some lay on others at that height, and three rounds ended at 1.87; a 100th higher, two at 1.244."""
 AS_ESTIMATED = 1010
 """Thousandths of an estimate within which documents that are dealt to equal ranks are not dealt to higher rounds."""
+NEVER = 2**62
+"""Nanoseconds: later than any rounds end."""
+HOPELESS = 1020
+"""Thousandths of when rounds are to end, that they must end later for no more to be filled, unless dealing is estimated to end in
+time. Of 394 that ended a 100th late before the last ones were finished, that is 151; one of these ended in time, by 0.2 %."""
 IDLE, RAISED_BEFORE = 50, (1030, 1060, 1100, 1150)
 """Share of the step that ranks are idle in one round, a 50th, for the round before it to be made higher, and by how much, in
 thousandths of its height: it may hold what makes the idle one high. 215,907 documents on 3,191 unequal ranks, five of which took
@@ -127,9 +132,7 @@ class RoundsBuilder:
         documents, count, shares = self._documents, len(self._round), np.array(windows, np.int64)
         self._round[:], self._times = -1, []
         for stop in (reserved, count):
-            places = (self._round, self._first_rank, self._size)
-            ends = fill_rounds(stop, len(self._times), HALVINGS, shares, BESIDE, documents, self._context, *places)
-            self._times += ends.tolist()
+            self._fill(stop, shares)
             if stop < count:
                 _fill_gaps(
                     stop,
@@ -142,18 +145,45 @@ class RoundsBuilder:
                     self._first_rank,
                     self._size,
                 )
+        return self._finished(reserved == count, shares)
+
+    def rounds_unless_late(self, soonest: int) -> Rounds | None:
+        """Rounds of all documents, or None where it shows early that they hardly end by `soonest`, nanoseconds."""
+        count, no_windows = len(self._round), np.empty(0, np.int64)
+        self._round[:], self._times = -1, []
+        self._fill(count, no_windows, soonest // 1000 * HOPELESS)
+        if (self._round < 0).any():
+            if self._soonest_dealt() >= soonest:
+                return None
+            self._fill(count, no_windows)
+        return self._finished(True, no_windows)
+
+    def _finished(self, raises: bool, windows: np.ndarray) -> Rounds:
+        """Finish the rounds, and return them. `raises`: those before idle ones may be made higher."""
         filled = self._places()
         self._finish()
-        if reserved == count and sum(self._times) > self._near:
+        if raises and sum(self._times) > self._near:
             finished = self._places()
             self._put(filled)
-            if self._raise_before_idle_round(shares):
+            if self._raise_before_idle_round(windows):
                 self._finish()
             self._keep_sooner(finished)
         holder, size = self._first_rank.copy(), np.maximum(self._size, 1)
         in_gap = self._size < 1  # written down as the distance of its rank from the first of the micro-batch
         holder[in_gap] -= self._size[in_gap]
         return Rounds(self._round.copy(), self._first_rank.copy(), size, holder, sum(self._times))
+
+    def _fill(self, stop: int, windows: np.ndarray, latest: int = NEVER) -> None:
+        """Add rounds with the documents before `stop` that have none, but no more once they must end after `latest`."""
+        places, first = (self._round, self._first_rank, self._size), len(self._times)
+        ends = fill_rounds(stop, first, HALVINGS, windows, BESIDE, latest, self._documents, self._context, *places)
+        self._times += ends.tolist()
+
+    def _soonest_dealt(self) -> int:
+        """When rounds of about one height to which all documents are dealt end, about; NEVER if they may not be."""
+        levels = self._levels if self._context.uniform else self._unequal_levels
+        estimates = levels(np.arange(len(self._round))) if self._may_be_dealt else ()
+        return min((end for end, *_ in estimates), default=NEVER)
 
     def _finish(self) -> None:
         """Put the documents of the last rounds into one or two, or deal them first: what ends sooner."""
@@ -179,7 +209,7 @@ class RoundsBuilder:
         if len(idle) == 1 or idle[kept + 1] * IDLE <= sum(self._times) * speed:
             return False
         before = best = self._places()
-        undone, places = np.flatnonzero(self._round >= kept), (self._round, self._first_rank, self._size)
+        undone = np.flatnonzero(self._round >= kept)
         for raised in RAISED_BEFORE:
             height = before[-1][kept] * raised // 1000
             if not self._filled(undone, height)[1][0].any():
@@ -188,9 +218,7 @@ class RoundsBuilder:
             self._round[undone] = -1
             del self._times[kept:]
             self._add(undone, height)
-            first, documents = len(self._times), self._documents
-            ends = fill_rounds(len(self._round), first, HALVINGS, windows, BESIDE, documents, self._context, *places)
-            self._times += ends.tolist()
+            self._fill(len(self._round), windows)
             if sum(self._times) < sum(best[-1]):
                 best = self._places()
         self._put(best)

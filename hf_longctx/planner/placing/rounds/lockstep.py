@@ -20,15 +20,14 @@ from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times, placement_context
 from hf_longctx.planner.placing.packing import sums
-from hf_longctx.planner.placing.rounds.builder import DEALT_DOCUMENTS, Rounds, RoundsBuilder
+from hf_longctx.planner.placing.rounds.builder import DEALT_DOCUMENTS, NEVER, Rounds, RoundsBuilder
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import SPLIT, Topology
 
-ALL_AT_ONCE = 2**40
-"""No document is so short a share of the capacity."""
-RESERVED_BELOW = (ALL_AT_ONCE, 8, 2)
+RESERVED_BELOW = (8, 2)
 """Documents shorter than these shares of the capacity wait until all others have their rounds, then fill the gaps; the
-best of these plans is taken. Without that, 1000 documents of the GitHub distribution on 64 ranks end 5 % later."""
+best of these plans, and of one in which none waits, is taken. Without that, 1000 documents of the GitHub distribution on 64 ranks
+end 5 % later."""
 RESERVED_TOKENS = 50
 """Only if they hold a 50th of all tokens: gaps are as large."""
 GOOD_ENOUGH = 1005
@@ -52,6 +51,7 @@ def plans_in_rounds(
     cost: CostModel,
     context: PlacementContext,
     windows: Sequence[int] = WINDOWS,
+    soonest: int = NEVER,
 ) -> Iterator[StepPlan]:
     """Yield a plan in rounds, and then perhaps better ones, which take several times as long to find.
 
@@ -59,11 +59,14 @@ def plans_in_rounds(
         lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
         order: int64 [documents]: their indices in the global batch.
         windows: as WINDOWS.
+        soonest: nanoseconds. There is no plan where it shows early that rounds hardly end by then.
     """
     bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
-    for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context):
+    rounds = None
+    for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context, soonest):
         yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
-    if rounds.makespan * 1000 <= bound * WINDOWS_ABOVE or len(lengths) > DEARER_DOCUMENTS or not topology.uniform:
+    late = rounds is not None and rounds.makespan * 1000 > bound * WINDOWS_ABOVE
+    if not late or len(lengths) > DEARER_DOCUMENTS or not topology.uniform:
         return
     dearer = _dearer(lengths, topology, cost)
     if dearer is not None:
@@ -107,6 +110,7 @@ def rounds_tried(
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
+    soonest: int = NEVER,
 ) -> Iterator[Rounds]:
     """Yield rounds, and better ones, in which short documents wait; then, where those end late and ranks are equal, or of few
     kinds and their documents too many to be dealt, the better of them and of rounds through windows.
@@ -117,19 +121,23 @@ def rounds_tried(
         bound: nanoseconds. Plans that come near are good enough.
         reserved_below: shares of the capacity, as RESERVED_BELOW.
         windows: as WINDOWS; they are tried with the best of these shares.
+        soonest: as of `plans_in_rounds`.
     """
     near = bound * WINDOWS_ABOVE // 1000
     builder = RoundsBuilder(lengths, footprints, topology, cost, context, near)
     tokens, capacity = np.append(0, np.cumsum(footprints)), int(topology.capacities.min())
-    # Lengths fall, their negatives ascend: the first document that is no longer than the share. None is, of ALL_AT_ONCE.
+    # Lengths fall, their negatives ascend: the first document that is no longer than the share.
     stops = [int(np.searchsorted(-lengths, -(capacity // share))) for share in reserved_below]
     # Where documents from there on hold little, or are all, nothing waits; equal stops make one plan.
     few = [stop == 0 or (tokens[-1] - tokens[stop]) * RESERVED_TOKENS < tokens[-1] for stop in stops]
     stops = [len(lengths) if nothing else stop for stop, nothing in zip(stops, few)]
-    best, best_stop = builder.rounds(stops[0], ()), stops[0]
-    yield best
-    for stop in dict.fromkeys(stops[1:]):
-        if stop == stops[0] or best.makespan * 1000 <= bound * GOOD_ENOUGH:
+    first = builder.rounds_unless_late(soonest)
+    if first is None:
+        return
+    yield first
+    best, best_stop = first, len(lengths)
+    for stop in dict.fromkeys(stops):
+        if stop == len(lengths) or best.makespan * 1000 <= bound * GOOD_ENOUGH:
             continue
         rounds = builder.rounds(stop, ())
         if rounds.makespan < best.makespan:

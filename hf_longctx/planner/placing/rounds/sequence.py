@@ -74,15 +74,17 @@ def fill_rounds(
     halvings: int,
     windows: np.ndarray,
     beside: int,
+    latest: int,
     documents: Documents,
     context: PlacementContext,
     round_of: np.ndarray,
     first_rank: np.ndarray,
     size: np.ndarray,
 ) -> np.ndarray:  # pragma: no cover - compiled
-    """Fill rounds with the documents before `stop` that have none.
+    """Fill rounds with the documents before `stop` that have none, until they must end late.
 
     Args:
+        latest: nanoseconds; no more are filled once these rounds and the work that is left, evenly on all ranks, take longer.
         first_round: the number of the first of these rounds.
         halvings: as of `heights_of`. windows, beside: as of `fill_best_round`.
         round_of, first_rank, size: int64 [documents], changed: the round of each, -1 without one; the first of its ranks, and how
@@ -93,8 +95,8 @@ def fill_rounds(
     """
     ends: Any = [np.int64(0)]
     ends.pop()
-    undone = np.flatnonzero(round_of[:stop] < 0)
-    while len(undone) > 0:
+    undone, total = np.flatnonzero(round_of[:stop] < 0), 0
+    while len(undone) > 0 and total + documents.shared[undone].sum() // context.speeds.sum() * 1000 <= latest:
         placed = np.zeros(len(undone), np.bool_)
         ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
         heights = heights_of(undone[0], halvings, documents, context)
@@ -105,6 +107,7 @@ def fill_rounds(
                 i = undone[j]
                 round_of[i], first_rank[i], size[i] = first_round + len(ends), ranks[j], sizes[j]
         ends.append(end)
+        total += end
         undone = undone[~placed]
     result = np.empty(len(ends), np.int64)
     for round in range(len(ends)):
