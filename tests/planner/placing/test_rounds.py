@@ -200,3 +200,15 @@ def test_a_document_for_most_unequal_ranks_stays_on_the_fewest_where_whole_nodes
     )
     plan = plan_step(np.array([90]), topology, cost, "lockstep")
     plan.check(np.array([90]))
+
+
+def test_rounds_that_must_end_late_are_given_up():
+    lengths = draw("agent_trajectories", 60, 0)
+    lengths = np.sort(lengths)[::-1].astype(np.int64)
+    topology = Topology(64, 8192, ranks_per_node=8)
+    arguments = (lengths, lengths, np.arange(60), topology, COST, placement_context(topology, COST))
+    with planning(0):
+        first = next(lockstep.plans_in_rounds(*arguments))
+        assert list(lockstep.plans_in_rounds(*arguments, soonest=first.timeline().makespan // 2)) == []
+        in_time = next(lockstep.plans_in_rounds(*arguments, soonest=first.timeline().makespan))
+    assert in_time.digest() == first.digest()

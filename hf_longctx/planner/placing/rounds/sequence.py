@@ -95,8 +95,9 @@ def fill_rounds(
     """
     ends: Any = [np.int64(0)]
     ends.pop()
-    undone, total = np.flatnonzero(round_of[:stop] < 0), 0
-    while len(undone) > 0 and total + documents.shared[undone].sum() // context.speeds.sum() * 1000 <= latest:
+    undone, total, speed = np.flatnonzero(round_of[:stop] < 0), 0, context.speeds.sum()
+    left = documents.shared[undone].sum()
+    while len(undone) > 0 and total + left // speed * 1000 <= latest:
         placed = np.zeros(len(undone), np.bool_)
         ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
         heights = heights_of(undone[0], halvings, documents, context)
@@ -105,6 +106,7 @@ def fill_rounds(
         for j in range(len(undone)):
             if placed[j]:
                 i = undone[j]
+                left -= documents.shared[i]
                 round_of[i], first_rank[i], size[i] = first_round + len(ends), ranks[j], sizes[j]
         ends.append(end)
         total += end
