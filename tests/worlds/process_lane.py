@@ -17,8 +17,8 @@ STARTS: tuple[tuple[Any, str], ...] = (
 )
 """What starts a process, and where it is looked up. An audit hook would hear of all of them, and of everything else that Python
 does: 2 % of the time of tests."""
-ASKED_ONCE = ("uname",)
-"""By the standard library's `platform`, for a processor's name."""
+ASKED_ONCE = ("uname", "fc-list")
+"""By the standard library's `platform`, for a processor's name, and by matplotlib, which keeps what fonts a machine has."""
 
 _unmarked: str | None = None
 _refused: list[str] = []
