@@ -14,9 +14,10 @@ below lie in placing/, but for bound.py.
    search.py chooses.
 3. Small documents stay whole on one rank and communicate nothing. They first fill the holes in which a rank would wait
    for its group; the others, longest first, go to the rank that is done soonest (packing.py).
-4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens.
+4. The whole documents that a rank runs between two meetings are packed into micro-batches of at most C tokens. In mode `async`,
+   if that ends later than full ones would, 2 to 4 are done once more, with as many micro-batches as there were.
 5. Where that ends clearly later than rounds might, rounds are made as for mode `lockstep` (rounds/), through windows only if it
-   ends far from the bound, and taken without their barriers if they end clearly sooner.
+   ends far from the bound, and taken without their barriers if they end clearly sooner. They are given up if they must end late.
 6. Unequal ranks are planned for in other orders too, for few documents also as if they were equal (rank_order.py). Few documents
    on equal ranks may lie as other planners place them, or all stay whole (other_placements.py).
 
