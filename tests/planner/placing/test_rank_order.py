@@ -93,14 +93,13 @@ def test_few_documents_of_ranks_of_nearly_one_speed_are_planned_as_if_they_were_
 
 def test_documents_of_unequal_ranks_are_dealt_to_rounds(monkeypatch):
     """400 documents of a median of 0.2 capacities on 88 ranks, every second one of which is a sixth slower: 8 % later without."""
-    from hf_longctx.planner.placing.rounds import builder
+    from hf_longctx.planner.placing.rounds.dealer import Dealer
 
     lengths = np.clip(np.random.default_rng(2).lognormal(np.log(111), 1.2, 400), 1, 3666).astype(np.int64)
     topology = Topology(88, 611, 8, speed=(1000, 836) * 44)
     cost = CostModel.from_config(ARCHITECTURES["llama-7b"], GPU, ranks_per_node=8)
     makespan = plan_step(lengths, topology, cost, "lockstep").timeline().makespan
-    monkeypatch.setattr(builder, "DEALT", 0)
-    monkeypatch.setattr(builder, "DEALT_OF_FEW", 0)
+    monkeypatch.setattr(Dealer, "estimates", lambda *_: iter(()))
     assert makespan < 0.95 * plan_step(lengths, topology, cost, "lockstep").timeline().makespan
 
 

@@ -9,9 +9,11 @@ from hf_longctx.planner import CostModel, Topology, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time, placement_context
 from hf_longctx.planner.placing.rounds import builder, lockstep
+from hf_longctx.planner.placing.rounds.dealer import Dealer
 from hf_longctx.planner.placing.rounds.filling import fill_best_round, lowest_that_holds_all
 from hf_longctx.planner.placing.rounds.gaps import give_all_back, nothing_taken, take
 from hf_longctx.planner.placing.rounds.lockstep import WINDOWS
+from hf_longctx.planner.placing.rounds.waiting_documents import close_up, waiting_from
 from hf_longctx.simulator.lengths import draw
 from tests.builders.plans.waiting_documents import COST, documents_of
 
@@ -20,8 +22,34 @@ def filled(documents, context, heights, windows=()) -> tuple[int, np.ndarray, np
     """When the best round ends, and what it holds."""
     count = len(documents.lengths)
     kept = np.zeros(count, np.bool_), np.full(count, -1), np.full(count, -1)
-    end = fill_best_round(np.array(heights), np.array(windows, np.int64), 4, documents, context, kept)
+    end, number = fill_best_round(np.array(heights), np.array(windows, np.int64), 4, documents, context, kept)
+    assert number == kept[0].sum()
     return int(end), *kept
+
+
+@given(data=st.data(), lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=40))
+def test_documents_that_a_round_leaves_wait_as_if_they_had_been_alone(data, lengths):
+    documents, _ = documents_of(np.array(lengths), Topology(8, 8192))
+    undone, begin = np.arange(len(lengths)), 0
+    left = undone.copy()
+    with planning(0):
+        while begin < len(undone):
+            end = data.draw(st.integers(begin + 1, len(undone)))
+            placed = np.zeros(len(undone), np.bool_)
+            placed[begin:end] = data.draw(st.lists(st.booleans(), min_size=end - begin, max_size=end - begin))
+            placed[end - 1] = True
+            left = np.setdiff1d(left, undone[placed])
+            begin = close_up(begin, end, placed, undone, documents)
+            assert not placed.any()
+            assert undone[begin:].tolist() == left.tolist()
+            rest, (alone, _) = (
+                waiting_from(begin, documents),
+                documents_of(np.sort(lengths)[::-1][left], Topology(8, 8192)),
+            )
+            for name, column, expected in zip(alone._fields, rest, alone):
+                if name.endswith("_before"):
+                    column, expected = np.diff(column), np.diff(expected)
+                assert list(column) == list(expected), name
 
 
 @given(
@@ -168,8 +196,7 @@ def test_the_last_rounds_are_put_together(documents, ceiling):
 
 def test_replacing_the_last_rounds_gains_and_never_loses(monkeypatch):
     """Rounds that do most work per time may leave too little for full ones. Dealing, which makes up for it too, is off."""
-    monkeypatch.setattr(builder, "DEALT", 0)
-    monkeypatch.setattr(builder, "DEALT_OF_FEW", 0)
+    monkeypatch.setattr(Dealer, "estimates", lambda *_: iter(()))
     rng = np.random.default_rng(0)
     steps = [np.clip(rng.lognormal(8, 1.2, rng.integers(6, 40)), 1, 60_000).astype(np.int64) for _ in range(12)]
     topology = Topology(11, 8192, 8, speed=(1000,) * 8 + (800,) * 3)

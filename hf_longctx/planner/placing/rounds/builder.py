@@ -12,24 +12,19 @@ is sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heapreplace
 
 import numpy as np
 
 from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, most_ranks
-from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.cost.group_times import PlacementContext, group_time
+from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.placing.bisection import at_least_later
-from hf_longctx.planner.placing.rank_shares import proportional_shares
-from hf_longctx.planner.placing.rounds.dealing import deal
+from hf_longctx.planner.placing.rounds.dealer import Dealer, Estimate
 from hf_longctx.planner.placing.rounds.filling import Kept, fill_best_round, lowest_that_holds_all
-from hf_longctx.planner.placing.rounds.levels import estimated, lowest_height
+from hf_longctx.planner.placing.rounds.gap_filling import fill_gaps
 from hf_longctx.planner.placing.rounds.sequence import Documents, fill_rounds, heights_of, waiting_of
-from hf_longctx.planner.placing.rounds.unequal_dealing import deal_to_unequal
 from hf_longctx.planner.placing.rounds.waiting_documents import Waiting
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -42,24 +37,8 @@ LAST = 6
 """Rounds at the end that are tried to be replaced by one or two."""
 LAST_HALVINGS = 4
 """HALVINGS for the first of two last rounds."""
-COUNTS = 3
-"""Numbers of rounds to which the same documents may be dealt: the fewest that hold them, and those above."""
-FEW_ROUNDS, FEW_HALVINGS = 4, 3
-"""Up to so many rounds, more heights are looked at; HALVINGS for them."""
 NEAR = 1003
 """Thousandths of an estimate within which rounds may end for no other to be dealt."""
-STEPS = 32
-"""Share of rounds by which more are looked at next, a 32nd, where 64 or more are too few."""
-DEALT = 3
-"""Most estimates, the lowest first, of which documents are dealt."""
-FEW_DOCUMENTS, DEALT_OF_FEW = 500, 8
-"""Documents up to which more estimates are followed where ranks are unequal: they are worse there."""
-RAISED = (1000, 1010, 1030, 1060, 1100, 1150, 1250)
-"""Thousandths of an estimated height to which documents are dealt; on equal ranks, and of many, until that ends no sooner. An
-estimate does not know that whole documents may find no place of their own: 6,927 were to end at 1.238 times the bound, in two
-rounds; some lay on others at that height, and three rounds ended at 1.87; a 100th higher, two at 1.244."""
-AS_ESTIMATED = 1010
-"""Thousandths of an estimate within which documents that are dealt to equal ranks are not dealt to higher rounds."""
 NEVER = 2**62
 """Nanoseconds: later than any rounds end."""
 HOPELESS = 1020
@@ -69,9 +48,6 @@ IDLE, RAISED_BEFORE = 50, (1030, 1060, 1100, 1150)
 """Share of the step that ranks are idle in one round, a 50th, for the round before it to be made higher, and by how much, in
 thousandths of its height: it may hold what makes the idle one high. 215,907 documents on 3,191 unequal ranks, five of which took
 59 s and five 13 s, end 5 % sooner."""
-DEALT_DOCUMENTS, RANKS_EACH, DEALT_MEMBERS = 25_000, 5, 20_000
-"""Documents up to which they are dealt to unequal ranks, ranks that they may need each, on average, and, where ranks are of many
-kinds and a group's time takes long to find, ranks of them all. Of 82 drawn steps, the 18 that gained had up to 22,000 and 4."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,12 +93,7 @@ class RoundsBuilder:
         whole = cost.micro_batch_ns + _whole_round(lengths, topology, cost)
         most = np.maximum(most, whole) * FULL // slowest
         self._documents = Documents(lengths, footprints, own, alone, shared, widest, least, most)
-        needed = int(fewest.sum())
-        self._may_be_dealt = topology.uniform or (
-            len(lengths) <= DEALT_DOCUMENTS
-            and needed <= RANKS_EACH * len(lengths)
-            and (topology.few_kinds or needed <= DEALT_MEMBERS)
-        )
+        self._dealer = Dealer(self._documents, int(fewest.sum()), topology, context)
         self._round, self._first_rank, self._size = (np.empty(len(lengths), np.int64) for _ in range(3))
         self._times: list[int] = []
 
@@ -134,7 +105,7 @@ class RoundsBuilder:
         for stop in (reserved, count):
             self._fill(stop, shares)
             if stop < count:
-                _fill_gaps(
+                fill_gaps(
                     stop,
                     documents.lengths,
                     documents.tokens,
@@ -181,9 +152,8 @@ class RoundsBuilder:
 
     def _soonest_dealt(self) -> int:
         """When rounds of about one height to which all documents are dealt end, about; NEVER if they may not be."""
-        levels = self._levels if self._context.uniform else self._unequal_levels
-        estimates = levels(np.arange(len(self._round))) if self._may_be_dealt else ()
-        return min((end for end, *_ in estimates), default=NEVER)
+        estimates = self._dealer.estimates(np.arange(len(self._round)))
+        return min((estimate.end for estimate in estimates), default=NEVER)
 
     def _finish(self) -> None:
         """Put the documents of the last rounds into one or two, or deal them first: what ends sooner."""
@@ -241,7 +211,7 @@ class RoundsBuilder:
         ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
         kept = (np.zeros(len(undone), np.bool_), ranks, sizes)
         heights, no_windows = np.array([height]), np.empty(0, np.int64)
-        return int(fill_best_round(heights, no_windows, 0, self._waiting(undone), self._context, kept)), kept
+        return int(fill_best_round(heights, no_windows, 0, self._waiting(undone), self._context, kept)[0]), kept
 
     def _add(self, undone: np.ndarray, height: int) -> np.ndarray:
         """Add a round of this height, or lower; return the documents that are left."""
@@ -256,26 +226,15 @@ class RoundsBuilder:
     def _deal_last(self) -> bool:
         """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
         sooner."""
-        if not self._may_be_dealt:
-            return False
         ends = np.append(0, np.cumsum(self._times))
-        uniform = self._context.uniform
-        levels = self._levels if uniform else self._unequal_levels
-        most = DEALT if uniform or len(self._round) > FEW_DOCUMENTS else DEALT_OF_FEW
-        soonest: dict[tuple[int, int], tuple[int, int, bool]] = {}
-        kept = 0
-        while kept < len(self._times):
-            for end, rounds, height, even in levels(np.flatnonzero(self._round >= kept)):
-                soonest.setdefault((int(ends[kept]) + end, kept), (rounds, height, even))
-            kept = max(kept + 1, kept * 3 // 2)
         best, places = int(ends[-1]), None
-        for (end, kept), (rounds, height, even) in sorted(soonest.items())[:most]:
+        for end, kept, estimate in self._lowest_estimates(ends):
             if best * 1000 <= end * NEAR:
                 break
-            undone = np.flatnonzero(self._round >= kept)
-            times, columns = self._dealt(undone, rounds, height, even, end - int(ends[kept]))
-            if len(times) and int(ends[kept]) + int(times.sum()) < best:
-                best, places = int(ends[kept]) + int(times.sum()), (kept, undone, columns, times.tolist())
+            undone, begin = np.flatnonzero(self._round >= kept), int(ends[kept])
+            times, columns = self._dealer.dealt(undone, estimate)
+            if len(times) and begin + int(times.sum()) < best:
+                best, places = begin + int(times.sum()), (kept, undone, columns, times.tolist())
         if places is None:
             return False
         kept, undone, (round, first_rank, size), times = places
@@ -283,63 +242,26 @@ class RoundsBuilder:
         self._times[kept:] = times
         return True
 
-    def _dealt(
-        self, undone: np.ndarray, rounds: int, height: int, even: bool, estimate: int
-    ) -> tuple[np.ndarray, Sequence[np.ndarray]]:
-        """Deal these documents to so many rounds; return when each ends, none if they find no room, and columns of `deal`.
-        `estimate`: nanoseconds that all rounds are expected to take; equal ranks that take no more are as good as can be."""
-        documents, context = self._waiting(undone), self._context
-        best: tuple[np.ndarray, Sequence[np.ndarray]] = np.empty(0, np.int64), ()
-        for raised in RAISED:
-            columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
-            higher = height * raised // 1000
-            if context.uniform:
-                times = deal(rounds, higher, even, documents, context, *columns)
-            else:
-                times = deal_to_unequal(rounds, higher, documents, context, *columns)
-            if len(best[0]) and (not len(times) or times.sum() >= best[0].sum()):
-                if context.uniform or len(self._round) > FEW_DOCUMENTS:
-                    break
-            else:
-                best = times, columns
-            if context.uniform and len(times) and times.sum() * 1000 <= estimate * AS_ESTIMATED:
-                break
-        return best
+    def _lowest_estimates(self, ends: np.ndarray) -> list[tuple[int, int, Estimate]]:
+        """Return the lowest estimates of when all rounds end, how many rounds stay for that, and to what the others' documents
+        are dealt. `ends`: nanoseconds, when as many rounds end as have this index."""
+        lowest: dict[tuple[int, int], Estimate] = {}
+        highest, kept = int(ends[-1]) * 1000 // NEAR, 0
+        while kept < len(self._times):
+            undone, begin = np.flatnonzero(self._round >= kept), int(ends[kept])
+            # Where all ranks, busy to the end, would take longer than the estimates that are followed, none is made.
+            if begin + self._spread_evenly(undone) <= highest:
+                for estimate in self._dealer.estimates(undone):
+                    lowest.setdefault((begin + estimate.end, kept), estimate)
+                lowest = dict(sorted(lowest.items())[: self._dealer.most_estimates])
+                if len(lowest) == self._dealer.most_estimates:
+                    highest = min(highest, max(lowest)[0])
+            kept = max(kept + 1, kept * 3 // 2)
+        return [(end, kept, estimate) for (end, kept), estimate in lowest.items()]
 
-    def _unequal_levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield the same as `_levels`, of unequal ranks, as if all were busy until their round ends."""
-        own, shared = self._documents.tokens, self._documents.shared
-        least = int(self._documents.least[undone[0]]) * FULL // int(self._topology.speeds.max())
-        work = int(shared[undone].sum()) * FULL // int(self._topology.speeds.sum())
-        fewest = -(-int(own[undone].sum()) // self._topology.tokens)
-        for rounds in range(fewest, fewest + COUNTS):
-            height = max(work // rounds + self._context.micro_batch, least)
-            yield rounds * height, rounds, height, False
-
-    def _levels(self, undone: np.ndarray) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield when rounds of about one height of these documents would end, about, and how many rounds, of which height, and
-        whether groups share nodes evenly."""
-        documents, context = self._waiting(undone), self._context
-        footprints, own, alone = self._documents.footprints, self._documents.tokens, self._documents.alone
-        low, *_, high = self._heights(undone[0], FEW_HALVINGS)
-        whole = undone[footprints[undone] <= context.capacity][:1]
-        fewest = -(-int(own[undone].sum()) // self._topology.tokens)
-        for even in (False, True) if context.node < self._topology.world_size else (False,):
-            counted = 0
-            for rounds in range(fewest, 2 * fewest + FEW_ROUNDS, max(1, fewest // STEPS)):
-                height = int(lowest_height(rounds, low, high, even, documents, context))
-                if not height:
-                    continue
-                heights = [height, *(max(height, int(time) + context.micro_batch) for time in alone[whole])]
-                if rounds <= FEW_ROUNDS:
-                    heights += [more for more in self._heights(undone[0], FEW_HALVINGS) if more > height]
-                for tried in dict.fromkeys(heights):
-                    end = estimated(rounds, tried, even, True, documents, context)[1]
-                    if end < math.inf:
-                        yield int(end), rounds, tried, even
-                counted += 1
-                if counted == COUNTS:
-                    break
+    def _spread_evenly(self, undone: np.ndarray) -> int:
+        """Nanoseconds that these documents would take at least, evenly on all ranks."""
+        return int(self._documents.shared[undone].sum()) * FULL // int(self._topology.speeds.sum())
 
     def _replace_last(self) -> None:
         """Put the documents of the last rounds into one, or two, where that ends sooner: rounds that are filled as well as can be
@@ -362,8 +284,7 @@ class RoundsBuilder:
     def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> Iterator[tuple[int, list[int]]]:
         """Yield when one round of all these documents ends, or two, and the heights of these rounds, where that is within
         `limit`. `now`: how many rounds there are."""
-        own, shared = self._documents.tokens, self._documents.shared
-        full = -(-int(own[undone].sum()) // self._topology.tokens)
+        full = -(-int(self._documents.tokens[undone].sum()) // self._topology.tokens)
         if full == 1:
             height, end = self._of_all(undone, limit)
             if height:
@@ -374,8 +295,7 @@ class RoundsBuilder:
             end, (placed, *_) = self._filled(undone, first)
             rest = undone[~placed]
             # Spread evenly over all ranks, the rest would take so long: where that is too long, no second round is searched for.
-            least = int(shared[rest].sum()) * FULL // int(self._topology.speeds.sum())
-            if 0 < len(rest) < len(undone) and end + least < limit:
+            if 0 < len(rest) < len(undone) and end + self._spread_evenly(rest) < limit:
                 height, last_end = self._of_all(rest, limit - end)
                 if height:
                     yield end + last_end, [first, height]
@@ -393,70 +313,3 @@ def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> in
         return 0
     # A token costs most in the longest document, since attention grows with its square.
     return min(int(cost.time(int(longest[0]), 1)) * -(-capacity // int(longest[0])), LARGEST_DOCUMENT)
-
-
-@compiled
-def _fill_gaps(
-    begin: int,
-    lengths: np.ndarray,
-    tokens: np.ndarray,
-    alone: np.ndarray,
-    round_of: np.ndarray,
-    rounds: int,
-    context: PlacementContext,
-    first_rank: np.ndarray,
-    size: np.ndarray,
-) -> None:  # pragma: no cover - compiled
-    """Puts documents from `begin` on, longest first, where a rank has most time left before its round ends.
-
-    Such a document's size is minus the distance of its rank from the first of its micro-batch. Ranks without a
-    micro-batch in a round are left out: a round of its own would need them too.
-    """
-    world_size = len(context.speeds)
-    # A slot is a rank in a round: round * world_size + rank.
-    ends = np.zeros(rounds * world_size, np.int64)
-    room = np.zeros(rounds * world_size, np.int64)
-    starts = np.full(rounds * world_size, -1)
-    heights = np.zeros(rounds, np.int64)
-    for i in range(begin):
-        first = round_of[i] * world_size + first_rank[i]
-        ranks = slice(first_rank[i], first_rank[i] + size[i])
-        if size[i] == 1:
-            if starts[first] < 0:
-                ends[first] = context.micro_batch * 1000 // context.speeds[first_rank[i]] + 1
-                room[first] = context.capacities[first_rank[i]]
-            ends[first] += alone[i] * 1000 // context.speeds[first_rank[i]] + 1
-            room[first] -= tokens[i]
-        else:
-            time = group_time(lengths[i], first_rank[i], size[i], context)
-            ends[first : first + size[i]] = time
-            if context.uniform:
-                room[first : first + size[i]] = context.capacities[0] - -(-tokens[i] // size[i])
-            else:
-                shares = proportional_shares(tokens[i], context.speeds[ranks], context.capacities[ranks])
-                room[first : first + size[i]] = context.capacities[ranks] - shares
-        starts[first : first + size[i]] = first_rank[i]
-        heights[round_of[i]] = max(heights[round_of[i]], ends[first])
-    ends, heights, room, starts = listed(ends), listed(heights), listed(room), listed(starts)
-    tokens, alone, speeds = listed(tokens), listed(alone), listed(context.speeds)
-    # A heap by ends - heights, which is negative: most time left first. Times are rounded up by 1, so that no round grows.
-    gaps = [
-        (ends[slot] - heights[slot // world_size], np.int64(slot))
-        for slot in range(len(ends))
-        if starts[slot] >= 0 and room[slot] > 0 and ends[slot] < heights[slot // world_size]
-    ]
-    heapify(gaps)
-    for i in range(begin, len(tokens)):
-        while len(gaps):
-            left, slot = gaps[0]
-            rank = slot % world_size
-            time = alone[i] * 1000 // speeds[rank] + 1
-            if tokens[i] > room[slot]:
-                heappop(gaps)  # shorter documents may find other gaps
-                continue
-            if time <= -left:
-                room[slot] -= tokens[i]
-                heapreplace(gaps, (left + time, slot))
-                round_of[i], first_rank[i] = slot // world_size, starts[slot]
-                size[i] = starts[slot] - rank
-            break  # placed; or, on equal ranks, too long for any other gap as well

@@ -53,7 +53,7 @@ Kept = tuple[np.ndarray, np.ndarray, np.ndarray]
 @compiled
 def fill_best_round(
     heights: np.ndarray, windows: np.ndarray, beside: int, documents: Waiting, context: PlacementContext, kept: Kept
-) -> int:  # pragma: no cover - compiled
+) -> tuple[int, int]:  # pragma: no cover - compiled
     """Fills a round of the height at which it does most work per time, lowered as far as it still holds as much.
 
     Args:
@@ -62,7 +62,7 @@ def fill_best_round(
             `beside` more on either side.
 
     Returns:
-        When the round ends, nanoseconds; 0 if no height is enough for the longest document.
+        When the round ends, nanoseconds, and how many documents it holds; zeros if no height is enough for the longest one.
     """
     columns, free, scratch = _columns(documents, context)
     height_of, shares = listed(heights), listed(windows)
@@ -81,7 +81,7 @@ def fill_best_round(
             # Without a window, the next lower height does less work; through one, it may hold other documents.
             below = height_of[max(best - 1, 0)] if turn == 0 else chosen // 10 * 9
         if chosen == 0:
-            return 0
+            return 0, 0
         if turn == 0:
             begin, end = max(0, best - beside), min(end, best + beside + 1)
     below = min(below, chosen - 1)
@@ -91,7 +91,8 @@ def fill_best_round(
             chosen = middle
         else:
             below = middle
-    return _fill(chosen, least_time, True, columns, free, scratch, context, kept)[1]
+    _, reached, count = _fill(chosen, least_time, True, columns, free, scratch, context, kept)
+    return reached, count
 
 
 @compiled

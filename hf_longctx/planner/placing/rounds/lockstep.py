@@ -20,7 +20,8 @@ from hf_longctx.planner.bound import lower_bound, unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times, placement_context
 from hf_longctx.planner.placing.packing import sums
-from hf_longctx.planner.placing.rounds.builder import DEALT_DOCUMENTS, NEVER, Rounds, RoundsBuilder
+from hf_longctx.planner.placing.rounds.builder import NEVER, Rounds, RoundsBuilder
+from hf_longctx.planner.placing.rounds.dealer import DEALT_DOCUMENTS
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import SPLIT, Topology
 

@@ -13,7 +13,7 @@ import numpy as np
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
 from hf_longctx.planner.placing.rounds.filling import fill_best_round
-from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, waiting
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, close_up, waiting, waiting_from
 
 
 class Documents(NamedTuple):
@@ -95,22 +95,26 @@ def fill_rounds(
     """
     ends: Any = [np.int64(0)]
     ends.pop()
-    undone, total, speed = np.flatnonzero(round_of[:stop] < 0), 0, context.speeds.sum()
-    left = documents.shared[undone].sum()
-    while len(undone) > 0 and total + left // speed * 1000 <= latest:
-        placed = np.zeros(len(undone), np.bool_)
-        ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
-        heights = heights_of(undone[0], halvings, documents, context)
-        end = fill_best_round(heights, windows, beside, waiting_of(documents, undone), context, (placed, ranks, sizes))
-        assert placed.any(), "the fewest ranks that hold the longest document are within the heights"
-        for j in range(len(undone)):
-            if placed[j]:
-                i = undone[j]
+    undone, begin, total, speed = np.flatnonzero(round_of[:stop] < 0), 0, 0, context.speeds.sum()
+    rest, left = waiting_of(documents, undone), documents.shared[undone].sum()
+    placed = np.zeros(len(undone), np.bool_)
+    ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
+    while begin < len(undone) and total + left // speed * 1000 <= latest:
+        heights = heights_of(undone[begin], halvings, documents, context)
+        kept = placed[begin:], ranks[begin:], sizes[begin:]
+        end, count = fill_best_round(heights, windows, beside, waiting_from(begin, rest), context, kept)
+        assert count > 0, "the fewest ranks that hold the longest document are within the heights"
+        last = begin
+        while count > 0:
+            if placed[last]:
+                i = undone[last]
                 left -= documents.shared[i]
-                round_of[i], first_rank[i], size[i] = first_round + len(ends), ranks[j], sizes[j]
+                round_of[i], first_rank[i], size[i] = first_round + len(ends), ranks[last], sizes[last]
+                count -= 1
+            last += 1
         ends.append(end)
         total += end
-        undone = undone[~placed]
+        begin = close_up(begin, last, placed, undone, rest)
     result = np.empty(len(ends), np.int64)
     for round in range(len(ends)):
         result[round] = ends[round]

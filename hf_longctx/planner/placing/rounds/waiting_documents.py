@@ -31,7 +31,7 @@ class Waiting(NamedTuple):
     best: Any
     """Ranks beyond which each gets slower."""
     tokens_before: Any
-    """The sum of the tokens before each, and of all."""
+    """A sum that rises from each document to the next, and past the last, by its tokens; where it begins means nothing."""
     alone_before: Any
     """Their `alone`."""
     shared_before: Any
@@ -51,6 +51,43 @@ def waiting(
     return Waiting(
         lengths, footprints, alone, shared, best, _sums_before(tokens), _sums_before(alone), _sums_before(shared)
     )
+
+
+@compiled
+def waiting_from(begin: int, documents: Waiting) -> Waiting:  # pragma: no cover - compiled
+    """Return the documents from `begin` on: parts of the same columns."""
+    return Waiting(
+        documents.lengths[begin:],
+        documents.footprints[begin:],
+        documents.alone[begin:],
+        documents.shared[begin:],
+        documents.best[begin:],
+        documents.tokens_before[begin:],
+        documents.alone_before[begin:],
+        documents.shared_before[begin:],
+    )
+
+
+@compiled
+def close_up(
+    begin: int, end: int, placed: np.ndarray, undone: np.ndarray, documents: Waiting
+) -> int:  # pragma: no cover - compiled
+    """Move those from `begin` to `end` that are not placed to just before `end`, in all columns; return where they begin. A round
+    takes mostly long documents, which come first: so this takes as long as the round holds documents, not as long as they wait.
+
+    Args:
+        placed: bool [documents], changed: all False afterwards.
+        undone: int64 [documents], changed: one more column.
+    """
+    stay = begin + np.flatnonzero(~placed[begin:end])
+    first = end - len(stay)
+    for sums in (documents.tokens_before, documents.alone_before, documents.shared_before):
+        own = sums[stay + 1] - sums[stay]
+        sums[first:end] = sums[end] - np.cumsum(own[::-1])[::-1]
+    for column in (documents.lengths, documents.footprints, documents.alone, documents.shared, documents.best, undone):
+        column[first:end] = column[stay]
+    placed[begin:end] = False
+    return first
 
 
 @compiled

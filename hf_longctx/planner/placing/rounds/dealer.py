@@ -1,0 +1,138 @@
+"""Which rounds of about one height documents may be dealt to: how many, and how high they are.
+
+Estimates (levels.py) say when such rounds would end; dealing (dealing.py, unequal_dealing.py) then says when they do. An estimate
+may be too low, so documents are dealt to higher rounds too.
+
+Interpreted or compiled (planner/compiled.py); integers decide, and a few numbers in float64, the same on every machine. Nothing
+is sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_longctx.planner.cost.group_times import PlacementContext
+from hf_longctx.planner.placing.rounds.dealing import deal
+from hf_longctx.planner.placing.rounds.levels import estimated, lowest_height
+from hf_longctx.planner.placing.rounds.sequence import Documents, heights_of, waiting_of
+from hf_longctx.planner.placing.rounds.unequal_dealing import deal_to_unequal
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting
+from hf_longctx.planner.topology import FULL, Topology
+
+COUNTS = 3
+"""Numbers of rounds to which the same documents may be dealt: the fewest that hold them, and those above."""
+FEW_ROUNDS, FEW_HALVINGS = 4, 3
+"""Up to so many rounds, more heights are looked at; how often the ratio of neighbours is halved (sequence.py)."""
+STEPS = 32
+"""Share of rounds by which more are looked at next, a 32nd, where 64 or more are too few."""
+DEALT = 3
+"""Most estimates, the lowest first, of which documents are dealt."""
+FEW_DOCUMENTS, DEALT_OF_FEW = 500, 8
+"""Documents up to which more estimates are followed where ranks are unequal: they are worse there."""
+RAISED = (1000, 1010, 1030, 1060, 1100, 1150, 1250)
+"""Thousandths of an estimated height to which documents are dealt; on equal ranks, and of many, until that ends no sooner. An
+estimate does not know that whole documents may find no place of their own: 6,927 were to end at 1.238 times the bound, in two
+rounds; some lay on others at that height, and three rounds ended at 1.87; a 100th higher, two at 1.244."""
+AS_ESTIMATED = 1010
+"""Thousandths of an estimate within which documents that are dealt to equal ranks are not dealt to higher rounds."""
+DEALT_DOCUMENTS, RANKS_EACH, DEALT_MEMBERS = 25_000, 5, 20_000
+"""Documents up to which they are dealt to unequal ranks, ranks that they may need each, on average, and, where ranks are of many
+kinds and a group's time takes long to find, ranks of them all. Of 82 drawn steps, the 18 that gained had up to 22,000 and 4."""
+
+
+class Estimate(NamedTuple):
+    """Rounds of about one height."""
+
+    end: int
+    """Nanoseconds that all of them take, about."""
+    rounds: int
+    height: int
+    """Nanoseconds."""
+    even: bool
+    """Whether groups share nodes evenly."""
+
+
+class Dealer:
+    """Documents of a step, longest first, and the ranks that they may be dealt to."""
+
+    def __init__(self, documents: Documents, members: int, topology: Topology, context: PlacementContext) -> None:
+        """`members`: ranks of all documents together, on the fewest that hold each."""
+        self._documents, self._topology, self._context = documents, topology, context
+        count = len(documents.lengths)
+        self._many = topology.uniform or count > FEW_DOCUMENTS
+        self.most_estimates = DEALT if self._many else DEALT_OF_FEW
+        """Estimates, the lowest first, that are worth dealing for."""
+        self._may_deal = topology.uniform or (
+            count <= DEALT_DOCUMENTS
+            and members <= RANKS_EACH * count
+            and (topology.few_kinds or members <= DEALT_MEMBERS)
+        )
+
+    def estimates(self, undone: np.ndarray) -> Iterator[Estimate]:
+        """Yield rounds that the documents of these indices may be dealt to; nothing where dealing takes too long."""
+        if not self._may_deal:
+            return
+        yield from self._levels(undone) if self._context.uniform else self._unequal_levels(undone)
+
+    def dealt(self, undone: np.ndarray, estimate: Estimate) -> tuple[np.ndarray, Sequence[np.ndarray]]:
+        """Deal these documents to rounds as estimated, or higher; return when each ends, none if they find no room, and columns
+        of `deal`."""
+        documents, context = self._waiting(undone), self._context
+        best: tuple[np.ndarray, Sequence[np.ndarray]] = np.empty(0, np.int64), ()
+        for raised in RAISED:
+            columns = tuple(np.empty(len(undone), np.int64) for _ in range(3))
+            height = estimate.height * raised // 1000
+            if context.uniform:
+                times = deal(estimate.rounds, height, estimate.even, documents, context, *columns)
+            else:
+                times = deal_to_unequal(estimate.rounds, height, documents, context, *columns)
+            if len(best[0]) and (not len(times) or times.sum() >= best[0].sum()):
+                if self._many:
+                    break
+            else:
+                best = times, columns
+            # Equal ranks that take no longer than estimated are as good as can be.
+            if context.uniform and len(times) and times.sum() * 1000 <= estimate.end * AS_ESTIMATED:
+                break
+        return best
+
+    def _unequal_levels(self, undone: np.ndarray) -> Iterator[Estimate]:
+        """Yield the same as `_levels`, of unequal ranks, as if all were busy until their round ends."""
+        own, shared = self._documents.tokens, self._documents.shared
+        least = int(self._documents.least[undone[0]]) * FULL // int(self._topology.speeds.max())
+        work = int(shared[undone].sum()) * FULL // int(self._topology.speeds.sum())
+        fewest = -(-int(own[undone].sum()) // self._topology.tokens)
+        for rounds in range(fewest, fewest + COUNTS):
+            height = max(work // rounds + self._context.micro_batch, least)
+            yield Estimate(rounds * height, rounds, height, False)
+
+    def _levels(self, undone: np.ndarray) -> Iterator[Estimate]:
+        """Yield rounds of about one height, which may hold these documents."""
+        documents, context = self._waiting(undone), self._context
+        footprints, own, alone = self._documents.footprints, self._documents.tokens, self._documents.alone
+        low, *between, high = heights_of(int(undone[0]), FEW_HALVINGS, self._documents, context).tolist()
+        whole = undone[footprints[undone] <= context.capacity][:1]
+        fewest = -(-int(own[undone].sum()) // self._topology.tokens)
+        for even in (False, True) if context.node < self._topology.world_size else (False,):
+            counted = 0
+            for rounds in range(fewest, 2 * fewest + FEW_ROUNDS, max(1, fewest // STEPS)):
+                height = int(lowest_height(rounds, low, high, even, documents, context))
+                if not height:
+                    continue
+                heights = [height, *(max(height, int(time) + context.micro_batch) for time in alone[whole])]
+                if rounds <= FEW_ROUNDS:
+                    heights += [more for more in (low, *between, high) if more > height]
+                for tried in dict.fromkeys(heights):
+                    end = estimated(rounds, tried, even, True, documents, context)[1]
+                    if end < math.inf:
+                        yield Estimate(int(end), rounds, tried, even)
+                counted += 1
+                if counted == COUNTS:
+                    break
+
+    def _waiting(self, undone: np.ndarray) -> Waiting:
+        return Waiting(*waiting_of(self._documents, undone))
