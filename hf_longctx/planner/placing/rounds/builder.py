@@ -3,7 +3,7 @@
 The height of a round is the one at which it does the most work in the time that it takes: never below the least time of the
 longest document left, never above its time on the fewest ranks. So the round that must wait for a very long document is also the
 one that holds as many other long ones as it can. From some round on, all documents may be dealt to rounds of about one height
-instead (dealing.py, unequal_dealing.py): estimates say from which one on, and to how many. The last rounds hold what the others
+instead (dealer.py): estimates say from which one on, and to how many. The last rounds hold what the others
 left.
 
 Interpreted or compiled (planner/compiled.py); integers decide, and a few numbers in float64, the same on every machine. Nothing
