@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 from torch.distributed.tensor import DTensor
 
 BUCKET_BYTES = 25 * 2**20
@@ -79,6 +80,25 @@ def largest_over_ranks(values: torch.Tensor) -> torch.Tensor:
     return values
 
 
+def refuse_uncounted_ranks() -> None:
+    """Refuse a process group whose ranks accelerate does not count. Where there is no GPU and nobody tells it to compute on
+    processors, it makes a group of all processes that a launcher has started, and says to each that there is one.
+
+    Raises:
+        ValueError: accelerate counts fewer processes than there are.
+    """
+    if not dist.is_initialized() or not PartialState._shared_state:
+        return
+    started, counted = dist.get_world_size(), PartialState().num_processes
+    if counted != started:
+        raise ValueError(
+            f"{started} processes were started, and accelerate counts {counted}: each would train on all documents, and their "
+            "gradients would be summed as if they were parts. It counts processes without GPUs only if it is told to compute on "
+            "processors. Valid: use_cpu=True in TrainingArguments (training.use_cpu: true in YAML), or ACCELERATE_USE_CPU=true "
+            "in the environment"
+        )
+
+
 def sum_step(
     parameters: Iterable[torch.nn.Parameter], statistics: torch.Tensor, group: dist.ProcessGroup | None = None
 ) -> torch.Tensor:
@@ -94,7 +114,11 @@ def sum_step(
 
     Returns:
         float64 [k], summed over all ranks.
+
+    Raises:
+        ValueError: accelerate counts fewer ranks than there are, so that plans were made for fewer.
     """
+    refuse_uncounted_ranks()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return statistics
     trained = list(parameters)

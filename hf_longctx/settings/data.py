@@ -17,7 +17,8 @@ from hf_longctx.settings.fields import Number, Section, Tokens, as_names, beside
 
 EMBEDDED_DATA = "embedded:python-sources"
 EMBEDDED_SPLITS = ("train", "test")
-FILE_KINDS = (".jsonl", ".json", ".parquet", ".csv", ".txt", ".md", ".arrow")
+FILE_KINDS = (".jsonl", ".ndjson", ".json", ".parquet", ".csv", ".tsv", ".txt", ".md", ".arrow")
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".tgz")
 ANY_SPLIT = "(all)"
 """The split of a source that has none: it is trained on."""
 HELD_OUT = "(held out)"
@@ -38,7 +39,7 @@ def _existing(path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
     if isinstance(path, str) and path:
         if path == EMBEDDED_DATA or Path(path).is_dir():
             return path
-        if names_a_hub(path):
+        if names_a_hub(path) and not Path(path).is_file():
             if Path(path).parent.is_dir() and (near := beside(path)):
                 raise ValueError(
                     f"{path!r} is no directory (relative to {Path.cwd()}), and {Path(path).parent} is one{near}"
@@ -69,6 +70,8 @@ def _files(given: Any) -> list[str]:
     """The files that a name or wildcard stands for, sorted."""
     is_name = isinstance(given, str) and Path(given).suffix in FILE_KINDS
     files = sorted(glob.glob(given, recursive=True)) if is_name and not Path(given).is_file() else [given]
+    if isinstance(given, str) and given.endswith(COMPRESSED) and Path(given).is_file():
+        raise ValueError(f"{given!r} is compressed, which is not read: unpack it first")
     if not is_name or not files or not all(Path(file).is_file() for file in files):
         raise ValueError(
             f"must be {EMBEDDED_DATA}, an existing directory, a hub's org/name, or existing files that end in "

@@ -126,5 +126,5 @@ def beside(path: str) -> str:
         names = os.listdir(folder)
     except OSError:
         return ""
-    near = difflib.get_close_matches(Path(path).name, names, n=1)
+    near = difflib.get_close_matches(Path(path).name, set(names) - {Path(path).name}, n=1)
     return f"; did you mean {str(folder / near[0])!r}?" if near else ""

@@ -8,6 +8,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.parallel.reduction import refuse_uncounted_ranks
 from hf_longctx.parallel.sharding import fsdp_settings
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.refusals import problems
@@ -59,6 +60,7 @@ def adapted(
             be valid.
     """
     on_cpu = args.device.type == "cpu" if on_cpu is None else on_cpu
+    refuse_uncounted_ranks()
     processes = args.world_size if processes is None else processes
     refuse(Request(args, plugin, model, processes, on_cpu=on_cpu))
     args = copy.copy(args)

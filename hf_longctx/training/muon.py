@@ -198,9 +198,12 @@ def muon_settings(given: str | None) -> dict[str, Any]:
 
 def training_arguments(fields: dict[str, Any]) -> TrainingArguments:
     """Make TrainingArguments of a file's section. Their `optim` may be Muon, which transformers has no name for: it is set when
-    they are made, and LongContextTrainer knows it. A loss that is not finite is logged as it is, unless a field says otherwise:
-    Trainer would log the mean of those before it, and 0 of a first step."""
+    they are made, and LongContextTrainer knows it. Unless a field says otherwise, a loss that is not finite is logged as it is
+    (Trainer would log the mean of those before it, and 0 of a first step), and a machine without an accelerator computes on its
+    processors (accelerate would not count several ranks there)."""
     fields = {"logging_nan_inf_filter": False} | fields
+    if not torch.accelerator.is_available():
+        fields = {"use_cpu": True} | fields
     if fields.get("optim") != MUON:
         return TrainingArguments(**fields)
     args = TrainingArguments(**{name: value for name, value in fields.items() if name != "optim"})

@@ -7,7 +7,7 @@ are downloaded once, into the cache of `datasets`. Nothing is sent between ranks
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -84,7 +84,9 @@ def _refuse_unreachable(name: str) -> None:
         ) from error
 
 
-def split_files(path: str, subset: str | None, split: str, endings: Iterable[str]) -> list[DataFile] | None:
+def split_files(
+    path: str, subset: str | None, split: str, endings: Iterable[str], texts: Collection[str]
+) -> list[DataFile] | None:
     """The files that `load_dataset` would read; None where it knows the data set only from its cache, as Arrow.
 
     Args:
@@ -92,6 +94,7 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
         subset: one of several that the data set has; None where it has one.
         split: one of its splits.
         endings: of files that must not be left out silently.
+        texts: of files that must not be left out where one of these is read.
 
     Raises:
         SourceError: there is no such data set, subset or split; a file would be left out; or files are to be read with
@@ -117,7 +120,9 @@ def split_files(path: str, subset: str | None, split: str, endings: Iterable[str
     _refuse_options(path, builder)
     if is_directory and not any(os.path.exists(os.path.join(path, card)) for card in CARDS):
         chosen = {file for files in by_split.values() for file in files}
-        own = {os.path.splitext(file)[1].lower() for file in chosen}  # texts are documents where the chosen ones are
+        own = {os.path.splitext(file)[1].lower() for file in chosen}
+        if not own.isdisjoint(texts):
+            own |= set(texts)
         _refuse_left_out(path, chosen, (*endings, *own - {""}))
     files = list(by_split[split])
     try:

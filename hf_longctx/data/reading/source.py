@@ -145,7 +145,7 @@ class Source:
         return self._layout(directory, unit_bytes)
 
     def _layout(self, path: str, unit_bytes: int) -> list[Unit]:
-        files = split_files(path, self.subset, self.split, READERS.keys() - TEXT_ENDINGS)
+        files = split_files(path, self.subset, self.split, READERS.keys() - TEXT_ENDINGS, TEXT_ENDINGS)
         if files is None:
             return dataset_units(cached_split(path, self.subset, self.split), str(self), unit_bytes)
         units: list[Unit] = []
