@@ -27,6 +27,7 @@ from hf_longctx.certificate.drawn_documents import (
     tokens_of,
 )
 from hf_longctx.layouts.layout import Layout
+from hf_longctx.models.loss.balance import asks_for_balance, balance_settings
 
 TOLERANCE = 1e-9
 """Largest difference of an exact model, as a part of its largest gradient and of the loss; of logits that must not move, as a
@@ -47,7 +48,7 @@ class Answer:
 
 def plain_answer(model: Any, documents: Documents) -> Answer:
     """Run a plain model on each document alone. A load-balancing loss that its configuration asks for counts by tokens."""
-    balances = getattr(model.config, "output_router_logits", False)
+    balances, (coefficient, _) = asks_for_balance(model), balance_settings(model)
     model.zero_grad()
     total = 0.0
     for document in documents:
@@ -55,7 +56,7 @@ def plain_answer(model: Any, documents: Documents) -> Answer:
         logits = output.logits[0, : len(document) - 1]
         loss = torch.nn.functional.cross_entropy(logits.double(), document[1:], reduction="sum")
         if balances and getattr(output, "aux_loss", None) is not None:
-            loss = loss + model.config.router_aux_loss_coef * output.aux_loss * len(document) / TOKENS
+            loss = loss + coefficient * output.aux_loss * len(document) / TOKENS
         _backward(loss)
         total += float(loss.detach())
     return Answer(total, gradients_of(model))

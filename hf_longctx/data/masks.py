@@ -1,8 +1,9 @@
-"""Masks: columns that say which tokens count. They are not read; here, labels say it.
+"""Masks: columns that say which tokens count. They are not read; here, labels say it, under that name alone.
 
     input_ids          5 6 7 8
     completion_mask    0 0 1 1      leaves tokens out: without labels all would be learned, so it is refused
     attention_mask     1 1 1 1      leaves none out: harmless, and so is any mask beside labels
+    label_ids          -100 -100 7 8   labels by another name, which Trainer's own collator reads: refused without labels
 
 Rows and columns of stored data sets have the same rule. A configuration is checked by the names of columns alone, before
 anything is read: a mask that is made to leave tokens out is refused there; an attention mask, which tokenizers add to
@@ -23,6 +24,8 @@ ATTENTION_MASK = "attention_mask"
 PARTIAL = ("assistant_masks", "completion_mask")
 """Masks that are made to leave tokens out."""
 MASKS = (ATTENTION_MASK, *PARTIAL)
+OTHER_NAMES = ("label_ids", "label")
+"""Columns that Trainer's default collator makes labels of, if they are lists: one number is the class of a whole text."""
 
 VALID = "labels, -100 where nothing is learned, or tokens without padding (documents may have any length) and without this column"
 
@@ -31,6 +34,9 @@ def mask_reason(row: Mapping[str, Any]) -> str:
     """Return why the masks of a row cannot be left unread; "" if they can."""
     if row.get("labels") is not None:
         return ""
+    renamed = (name for name in OTHER_NAMES if np.ndim(row.get(name)))
+    if (name := next(renamed, None)) is not None:
+        return _renamed(name)
     return next((_reason(name) for name in MASKS if _leaves_out(row.get(name))), "")
 
 
@@ -42,6 +48,9 @@ def refuse_masks(dataset: datasets.Dataset, rows: np.ndarray) -> None:
     """
     if "labels" in dataset.column_names:
         return
+    for name in OTHER_NAMES:
+        if name in dataset.column_names and is_list(dataset.data.column(name).type):
+            raise ValueError(_renamed(name))
     for name in MASKS:
         if name in dataset.column_names:
             leaves_out = _rows_with_less(dataset.data.column(name))[rows]
@@ -54,6 +63,10 @@ def refuse_partial_masks(columns: Iterable[str]) -> None:
     names = set(columns)
     if "labels" not in names and (masks := [name for name in PARTIAL if name in names]):
         raise ValueError(_reason(masks[0]))
+
+
+def _renamed(name: str) -> str:
+    return f"column {name!r} holds labels, which are read from a column 'labels' alone. Valid: rename it, or remove it"
 
 
 def _reason(name: str) -> str:

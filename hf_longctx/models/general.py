@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_longctx.models.attention import refuse_unsafe_rope
-from hf_longctx.models.loss.head_check import needs_own_forward
+from hf_longctx.models.loss.head_check import OtherLoss, needs_own_forward, refuse_loss_of_its_own
 from hf_longctx.models.loss.own_logits import hidden_width, own_output
 
 
@@ -33,21 +33,28 @@ def refuse_unreachable(model: Any) -> None:
     Notes which part of the model turns tokens into hidden states (`base_of`)."""
     if getattr(model, "longctx_cut", None) is None:
         find_base(model)
-        _refuse_random_attention(model.config.get_text_config(decoder=True))
+        refuse_random_attention(model.config.get_text_config(decoder=True))
 
 
 def needs_own_logits(model: Any) -> bool:
     """Tell whether the loss of a model that runs documents alone needs logits of its class's own forward. Notes its base model,
-    which is the model itself where no part of it gives what its forward makes logits of."""
+    which is the model itself where no part of it gives what its forward makes logits of.
+
+    Raises:
+        OtherLoss: its loss is not their cross-entropy, which would be computed instead.
+    """
     try:
         find_base(model)
         return needs_own_forward(model)
+    except OtherLoss:
+        raise
     except ValueError:
+        refuse_loss_of_its_own(model)
         model.longctx_base = ""
         return True
 
 
-def _refuse_random_attention(config: Any) -> None:
+def refuse_random_attention(config: Any) -> None:
     """Raises ValueError for attention probabilities that are dropped and experts that are drawn, which would depend on how
     documents are spread over ranks, and for layers that are: a rank that skips one leaves others waiting for its keys. A tiny
     copy has none of them."""

@@ -13,7 +13,12 @@ from hf_longctx.models.attention import NAME, NAME_OF_EAGER, LayoutAttention, is
 from hf_longctx.models.compiled_layers import set_compiled
 from hf_longctx.models.document_wise import DocumentWise
 from hf_longctx.models.families import FAMILIES
-from hf_longctx.models.general import needs_own_logits, refuse_no_language_model, refuse_unreachable
+from hf_longctx.models.general import (
+    needs_own_logits,
+    refuse_no_language_model,
+    refuse_random_attention,
+    refuse_unreachable,
+)
 from hf_longctx.models.loss.head import head_forward, install_forward, install_head
 from hf_longctx.models.loss.head_check import needs_own_forward
 from hf_longctx.models.registered import EAGER_MODELS
@@ -75,7 +80,9 @@ def install(
     if traits is not None and traits.alone:
         own_forward_needed = needs_own_logits(language_model)
     else:
-        if not attention:
+        if attention:
+            refuse_random_attention(config.get_text_config(decoder=True))
+        else:
             refuse_unreachable(language_model)
         own_forward_needed = needs_own_forward(language_model)
     tiled = {module for module in language_model.modules() if type(module) in TILED_MLPS or runs_in_tiles(module)}

@@ -18,6 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import RankStep, idle_micro_batch
+from hf_longctx.models.loss.balance import has_field
 from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.supervision.device_trail import Wait
 from hf_longctx.supervision.progress import Progress
@@ -82,7 +83,7 @@ def run_micro_batches(
         if sharded is not None and backward is not None:
             sharded.before_micro_batch(last=number == len(micro_batches))
         arguments = dict(forward_arguments)
-        if micro_batch.idle and hasattr(model.config, "output_router_logits"):
+        if micro_batch.idle and has_field(model.config):
             arguments["output_router_logits"] = False  # its tokens belong to no document
         kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         share = max(micro_batch.offload / 1000, offload)

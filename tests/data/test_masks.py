@@ -57,6 +57,18 @@ def test_a_mask_counts_wherever_rows_come_from_and_only_without_labels(name: str
     assert refused == mask_reason(less)
 
 
+@pytest.mark.parametrize("name", ["label_ids", "label"])
+def test_labels_by_another_name_are_refused_unless_there_are_labels(name: str):
+    row: dict[str, Any] = {**TOKENS, name: [-100, 2, 3]}
+    for dataset in data_sets([row, row]):
+        with pytest.raises(
+            ValueError, match=f"column '{name}' holds labels, which are read from a column 'labels' alone"
+        ):
+            LengthIndex.from_dataset(dataset)
+    for dataset in data_sets([{**row, "labels": [-100, 2, 3]}] * 2) + data_sets([{**TOKENS, "label": 1}] * 2):
+        assert LengthIndex.from_dataset(dataset).lengths.tolist() == [3, 3]
+
+
 def test_a_mask_that_is_none_is_none_and_one_that_cannot_be_read_is_refused():
     assert not mask_reason({**TOKENS, "attention_mask": None})
     assert not mask_reason({**TOKENS, "attention_mask": [[1, 1, 1]]})

@@ -3,6 +3,7 @@
 import itertools
 import re
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    BambaConfig,
+    BambaForCausalLM,
     DbrxConfig,
     DbrxForCausalLM,
     GlmMoeDsaConfig,
@@ -31,9 +34,10 @@ from hf_longctx.certificate.tiny_model import causal_lm_class
 from hf_longctx.layouts.layout import LayoutError
 from hf_longctx.models import attention, layout_mask
 from hf_longctx.models.document_wise import Pieces
-from hf_longctx.models.general import refuse_unreachable
+from hf_longctx.models.general import needs_own_logits, refuse_unreachable
+from hf_longctx.models.loss.head_check import OtherLoss
 from hf_longctx.planner import GlobalBatches
-from tests.builders.tiny_models import GENERAL, TINY, tiny_general
+from tests.builders.tiny_models import GENERAL, TINY, tiny_general, tiny_mixtral
 from tests.builders.training.sharded_runs import CAPACITY, run
 from tests.builders.training_runs import documents, reference
 from tests.worlds.rank_pool import RankPool
@@ -103,6 +107,22 @@ def test_what_is_drawn_at_random_is_refused_by_its_field(family: str, field: str
     """The tiny copy draws nothing."""
     with pytest.raises(ValueError, match=rf"{field}=0\.1: .* Set config\.{field} = 0\.0"):
         patch_model(tiny_general(family, **{field: 0.1}))
+
+
+def test_a_router_that_draws_is_refused_in_a_family_with_attention_of_ours_too():
+    with pytest.raises(ValueError, match=r"router_jitter_noise=0\.1: .* Set config\.router_jitter_noise = 0\.0"):
+        patch_model(tiny_mixtral(router_jitter_noise=0.1))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_a_term_that_a_class_adds_to_its_loss_is_refused(z_loss: float):
+    """It was taken for other logits, so that the cross-entropy alone was learned."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    mamba = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8, "attn_layer_indices": [1]}
+    config = BambaConfig(vocab_size=128, intermediate_size=32, z_loss_coefficient=z_loss, **sizes, **mamba)
+    model = BambaForCausalLM(config)
+    with pytest.raises(OtherLoss, match="a term of its own") if z_loss else nullcontext():
+        assert needs_own_logits(model) is False
 
 
 @pytest.mark.parametrize(("part", "field"), [("ffn_config", "moe_jitter_eps"), ("attn_config", "attn_pdrop")])

@@ -1,5 +1,6 @@
 """Text of a multimodal model with a supported language model inside: LLaVA and SmolVLM around Llama, Mistral 3 around Mistral."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from transformers import (
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
+    Glm4vMoeConfig,
+    Glm4vMoeForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
@@ -115,6 +118,36 @@ def test_packed_text_trains_as_its_documents_alone(family: str):
     assert (
         sum(parameter.grad is not None for parameter in model.parameters()) == 2 * 9 + 3
     )  # the language model's, all of them
+
+
+@pytest.mark.parametrize("where", ["text_config", "config"])
+def test_a_load_balancing_loss_is_added_where_the_class_adds_it(where: str):
+    """GLM-4.5V asks the configuration of its language model, and ignores a field of that name outside. float32: 1e-5 relative."""
+    config = Glm4vMoeConfig(
+        text_config=TINY
+        | {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 1, "topk_group": 1}
+        | {"first_k_dense_replace": 1, "router_aux_loss_coef": 0.3, "pad_token_id": None}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}},
+        vision_config={"depth": 1, "hidden_size": 32, "num_heads": 2, "out_hidden_size": 64, "image_size": 28},
+        **{
+            f"{name}_token_id": 120 + number
+            for number, name in enumerate(("image", "video", "image_start", "image_end"))
+        },
+    )
+    (config.text_config if where == "text_config" else config).output_router_logits = True
+    plain: Any = seeded(Glm4vMoeForConditionalGeneration, config).train()
+    ids = (torch.arange(29) * 37)[None] % 120
+    right = plain(input_ids=ids, labels=ids)
+    model = patch_model(copy.deepcopy(plain))
+    loss = model(
+        input_ids=ids,
+        shift_labels=torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100),
+        layout=Layout({0: (Segment(0, 0, 29),)}),
+        num_items_in_batch=28,
+        num_tokens_in_batch=29,
+    ).loss
+    assert (right.aux_loss is not None) == (where == "text_config")
+    torch.testing.assert_close(loss, right.loss, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

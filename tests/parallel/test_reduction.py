@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import PartialState
 
 from hf_longctx.parallel import reduction
 from hf_longctx.parallel.reduction import agree_on_plan, all_finite, sum_step
+from tests.builders.training_runs import fresh_accelerator_state
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool
 
@@ -105,6 +107,25 @@ def test_one_process_needs_no_meeting():
     parameter.grad = torch.ones(2)
     assert all_finite([parameter], CPU)
     agree_on_plan(7, CPU)
+
+
+def summed_as_accelerate_counts(counted: int) -> str:
+    fresh_accelerator_state()
+    PartialState._shared_state |= {"num_processes": counted}
+    try:
+        return str(sum_step([], torch.ones(1, dtype=torch.float64)).tolist())
+    except ValueError as error:
+        return str(error)
+    finally:
+        fresh_accelerator_state()
+
+
+def test_ranks_that_accelerate_does_not_count_are_refused(ranks2: RankPool):
+    """As where two processes were started without a GPU and without use_cpu: gradients would be twice as large."""
+    assert ranks2.run(summed_as_accelerate_counts, 2) == ["[2.0]"] * 2
+    for message in ranks2.run(summed_as_accelerate_counts, 1):
+        assert message.startswith("2 processes were started, and accelerate counts 1")
+        assert "use_cpu=True" in message
 
 
 def agreement(digests: list[int]) -> str:

@@ -175,7 +175,8 @@ def _refuse_left_out(directory: str, chosen: set[str], endings: tuple[str, ...])
             ):
                 raise SourceError(
                     f"load_dataset would not read {path}: a directory's files are of one kind, and where the name of one "
-                    'says its split (train, test ...) all must. Name the files: "directory/*.jsonl"'
+                    'says its split (train, test ...) all must. Name the files: "directory/*.jsonl", or of several kinds '
+                    '["directory/*.txt", "directory/*.md"]'
                 )
 
 

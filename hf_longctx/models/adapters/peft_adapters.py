@@ -22,8 +22,17 @@ from hf_longctx.models.stages import cut_of
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output head. PEFT's own meaning depends on its version: lately it adds Mixtral's router and
 experts, for which it makes a whole weight matrix of each expert in every forward."""
-ROW_ADAPTERS = frozenset({"ADAPTION_PROMPT", "POLY", "XLORA", "SHADOW"})
-"""PEFT methods beside prompt learning whose result for a token depends on more than this token."""
+ROW_ADAPTERS = {
+    **dict.fromkeys(
+        ("ADAPTION_PROMPT", "POLY", "XLORA", "SHADOW", "LILY"),
+        "looks at a whole row of tokens, which holds several documents and parts of documents",
+    ),
+    "PVERA": "draws at random for a whole row of tokens, which holds several documents and parts of documents",
+    "ADALORA": "adds a term to the loss of every call, once for each micro-batch and each rank",
+}
+"""PEFT methods beside prompt learning whose result for a token, or loss, depends on more than this token: what each does."""
+PLANS_DIFFER = ("velora_config", "monteclora_config", "kasa_config", "alora_invocation_tokens")
+"""Settings of LoRA for which that holds too."""
 
 
 def add_lora(
@@ -152,11 +161,10 @@ def refuse_row_adapters(model: Any) -> None:
         if config.is_prompt_learning:
             reason = "puts virtual tokens before a row of tokens, which holds several documents and parts of documents"
         elif method in ROW_ADAPTERS:
-            reason = "looks at a whole row of tokens, which holds several documents and parts of documents"
-        elif getattr(config, "alora_invocation_tokens", None) is not None:
-            reason = (
-                "with alora_invocation_tokens begins where a string stands in a row, and a row holds several documents"
-            )
+            reason = ROW_ADAPTERS[method]
+        else:
+            asked = (key for key in PLANS_DIFFER if getattr(config, key, None) is not None)
+            reason = next((f"with {key} {REFUSED_KEYS[key]}" for key in asked), None)
         if reason:
             raise ValueError(
                 f"the adapter {name!r} ({method}) {reason}. Valid: methods that act on each token alone, for instance LoRA"

@@ -26,6 +26,7 @@ from hf_longctx.models.alone import outputs_alone
 from hf_longctx.models.attention import carries_layouts, check_positions, refuse_other_implementation
 from hf_longctx.models.families.mixtral import router_loss
 from hf_longctx.models.layout_mask import LayoutCall, recomputing_alike, running
+from hf_longctx.models.loss.balance import asks_for_balance, balance_settings
 from hf_longctx.models.loss.cross_entropy import IGNORE, ObserveLogits, VocabularySlice, chunked_cross_entropy
 from hf_longctx.models.loss.loss_by_length import LossByLength
 from hf_longctx.models.loss.own_logits import base_of, logits_of, own_cross_entropy
@@ -142,7 +143,7 @@ def head_forward(
     if position_ids is not None:
         check_positions(position_ids, layout, exchange)
     if output_router_logits is None:
-        output_router_logits = getattr(model.config, "output_router_logits", False)
+        output_router_logits = asks_for_balance(model)
     outputs = base_outputs(model, input_ids, layout, exchange, output_router_logits=output_router_logits, **kwargs)
     hidden = outputs.last_hidden_state
     if shift_labels is None:
@@ -191,8 +192,7 @@ def head_forward(
 
 def _router_settings(model: Any, outputs: Any) -> tuple[float, int]:
     """The weight of the auxiliary loss, and experts of a token. Raises ValueError for a model that has no such loss."""
-    coefficient = getattr(model.config, "router_aux_loss_coef", None)
-    experts = getattr(model.config, "num_experts_per_tok", None)
+    coefficient, experts = balance_settings(model)
     if coefficient is None or experts is None or not getattr(outputs, "router_logits", None):
         raise ValueError(
             f"output_router_logits=True: {type(model).__name__} has no load-balancing loss as Mixtral's: router_aux_loss_coef "

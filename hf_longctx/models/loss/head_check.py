@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from hf_longctx.models.loss.balance import FIELD, takes_field
 from hf_longctx.models.loss.own_logits import (
     OutputOfBase,
     StandIn,
@@ -42,6 +43,10 @@ NEEDED = "the chunked loss is the cross-entropy of hidden states times the head'
 
 class OtherLogits(ValueError):
     """A class does more to its logits than its head does."""
+
+
+class OtherLoss(ValueError):
+    """A class's loss is not the cross-entropy of its logits."""
 
 
 def needs_own_forward(model: Any) -> bool:
@@ -70,7 +75,7 @@ def _refuse_other_rows(model: Any, reason: OtherLogits) -> None:
         model.device, model.dtype
     )
     ids = torch.arange(ROWS, device=hidden.device)[None]
-    keywords = {"output_router_logits": False} if hasattr(model.config, "output_router_logits") else {}
+    keywords = {FIELD: False} if takes_field(type(model)) else {}
     with torch.no_grad(), _training(model, base_of(model)):
         output = own_output(model, hidden, labels=ids, **keywords)
         parts = torch.cat([own_logits(model, part) for part in hidden.split(ROWS // 2, dim=1)], dim=1)
@@ -123,8 +128,8 @@ def _refuse_other_forward(model: Any, hidden: torch.Tensor, logits: torch.Tensor
         return logits
 
     keywords: dict[str, Any] = {"labels": ids} if with_loss else {}
-    if hasattr(model.config, "output_router_logits"):
-        keywords["output_router_logits"] = False
+    if takes_field(type(model)):
+        keywords[FIELD] = False
     replaced = {
         id(base): StandIn(base, lambda *args, **kwargs: OutputOfBase(hidden)),
         id(head): StandIn(head, as_head),
@@ -167,10 +172,26 @@ def _refuse_other_loss(name: str, own_loss: torch.Tensor | None, logits: torch.T
     if not any(
         abs(float(own_loss) - float(expected)) <= tolerance * abs(float(expected)) for expected in (right, unshifted)
     ):
-        raise ValueError(
+        raise OtherLoss(
             f"the loss of {name} for a few tokens is {float(own_loss):.6g}, and their cross-entropy {float(right):.6g}: "
             f"{NEEDED}, and the rest (label smoothing, a term of its own) would be lost. Valid: a class without it"
         )
+
+
+def refuse_loss_of_its_own(model: Any) -> None:
+    """Raises OtherLoss unless the loss that the class's own forward gives of a few tokens is their cross-entropy. Nothing is
+    asked where weights are in parts or absent, nor where that forward takes no tokens alone."""
+    if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in model.parameters()):
+        return
+    ids = torch.arange(ROWS, device=model.device)[None]
+    keywords = {FIELD: False} if takes_field(type(model)) else {}
+    try:
+        with torch.no_grad():
+            output = type(model).forward(model, input_ids=ids, labels=ids, use_cache=False, **keywords)
+    except Exception:  # of any class's own code
+        return
+    if output.logits.shape[:2] == ids.shape:
+        _refuse_other_loss(type(model).__name__, output.loss, output.logits, ids)
 
 
 def _refuse_other_head(head: Any) -> None:

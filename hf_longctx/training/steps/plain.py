@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import RankStep
+from hf_longctx.models.loss.balance import has_field
 from hf_longctx.models.stages import refuse_other_cut
 from hf_longctx.parallel.reduction import sum_step
 from hf_longctx.parallel.sharding import begin_alike, name_layers
@@ -60,7 +61,7 @@ class PlainSteps:
 
     def run(self, model: Any, step: RankStep, work: Work) -> torch.Tensor:
         arguments = dict(work.arguments)
-        if not work.router_loss and hasattr(model.config, "output_router_logits"):
+        if not work.router_loss and has_field(model.config):
             arguments["output_router_logits"] = False
         return run_micro_batches(
             model,

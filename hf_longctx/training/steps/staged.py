@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.attention.groups import own_group, own_groups
 from hf_longctx.data.collator import RankStep
+from hf_longctx.models.loss.balance import asks_for_balance, balance_settings
 from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residual_dtype
 from hf_longctx.parallel.reduction import sum_gradients, sum_step
 from hf_longctx.parallel.sharding import begin_alike, shard_over
@@ -251,8 +252,7 @@ class StagedSteps:
 
 def _router_coefficient(model: Any) -> float:
     """Return the weight of the balance loss; 0: the model has none."""
-    config = model.config
-    return config.router_aux_loss_coef if getattr(config, "output_router_logits", False) else 0.0
+    return balance_settings(model)[0] or 0.0 if asks_for_balance(model) else 0.0
 
 
 def activation_dtype(model: Any) -> torch.dtype:

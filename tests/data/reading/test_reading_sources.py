@@ -188,3 +188,13 @@ def test_a_text_beside_a_split_of_texts_is_no_silent_loss(tmp_path):
     with pytest.raises(SourceError, match=r"load_dataset would not read \S*extra\.txt"):
         Source(str(tmp_path)).units()
     assert len(list(read(Source(str(tmp_path), documents="files")))) == 2
+
+
+def test_texts_of_two_endings_are_read_by_their_names_and_none_is_left_out_silently(tmp_path):
+    for name in ("a.txt", "b.txt", "c.md"):
+        (tmp_path / name).write_text(name)
+    with pytest.raises(
+        SourceError, match=r'load_dataset would not read \S*c\.md.*of several kinds \["directory/\*\.txt", '
+    ):
+        Source(str(tmp_path)).units()
+    assert len(list(read(Source([str(tmp_path / "*.txt"), str(tmp_path / "*.md")])))) == 3

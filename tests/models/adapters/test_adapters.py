@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_longctx.certified_patch import patch_model
 from hf_longctx.layouts.layout import Layout, Segment
-from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze
+from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze, refuse_row_adapters
 from hf_longctx.models.attention import is_patched
 from hf_longctx.planner import GlobalBatches
 from tests.builders.tiny_models import tiny_general, tiny_llama, tiny_mixtral
@@ -211,6 +212,23 @@ TOKENS = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 def test_adapters_that_look_at_a_row_of_tokens_are_refused(config: Any, reason: str):
     with pytest.raises(ValueError, match=f"{reason}.* Valid: methods that act on each token alone"):
         patch_model(get_peft_model(tiny_llama(), config))
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"peft_type": "LILY"}, "LILY. looks at a whole row"),
+        ({"peft_type": "PVERA"}, "PVERA. draws at random for a whole row"),
+        ({"peft_type": "ADALORA"}, "ADALORA. adds a term to the loss of every call"),
+        ({"peft_type": "LORA", "velora_config": {"rank": 1}}, "LORA. with velora_config draws or compresses"),
+    ],
+    ids=lambda value: value["peft_type"] if isinstance(value, dict) else "",
+)
+def test_adapters_whose_result_depends_on_how_documents_are_spread_are_refused(settings: dict[str, Any], reason: str):
+    """Some of these are not in every version of PEFT."""
+    model = SimpleNamespace(peft_config={"default": SimpleNamespace(is_prompt_learning=False, **settings)})
+    with pytest.raises(ValueError, match=f"{reason}.* Valid: methods that act on each token alone"):
+        refuse_row_adapters(model)
 
 
 def test_an_adapter_on_the_head_of_a_patched_model_is_refused_by_its_loss():

@@ -1,0 +1,34 @@
+"""The load-balancing loss of mixtures of experts: whether a model's configuration asks for it, and how it is weighted.
+
+A class that has this loss takes `output_router_logits` in its forward. Without it, the class asks its configuration; that of a
+model of several parts (vision and language) asks the part of its language model, and ignores a field of the same name outside.
+"""
+
+from functools import cache
+from inspect import signature
+from typing import Any
+
+FIELD = "output_router_logits"
+
+
+def has_field(config: Any) -> bool:
+    """Tell whether a configuration, or its language model's, may ask for router logits."""
+    return hasattr(config.get_text_config(decoder=True), FIELD)
+
+
+def asks_for_balance(model: Any) -> bool:
+    """Tell whether a plain model of this class and configuration would add a load-balancing loss to its own."""
+    config = model.config.get_text_config(decoder=True)
+    return bool(getattr(config, FIELD, False)) and takes_field(type(model))
+
+
+@cache
+def takes_field(kind: type) -> bool:
+    """Tell whether a class of models may add a load-balancing loss."""
+    return FIELD in signature(kind.forward).parameters  # type: ignore[attr-defined]
+
+
+def balance_settings(model: Any) -> tuple[float | None, int | None]:
+    """Return the weight of the load-balancing loss and the experts of a token; None where the configuration has no such field."""
+    config = model.config.get_text_config(decoder=True)
+    return getattr(config, "router_aux_loss_coef", None), getattr(config, "num_experts_per_tok", None)
