@@ -34,7 +34,7 @@ def mask_reason(row: Mapping[str, Any]) -> str:
     """Return why the masks of a row cannot be left unread; "" if they can."""
     if row.get("labels") is not None:
         return ""
-    renamed = (name for name in OTHER_NAMES if np.ndim(row.get(name)))
+    renamed = (name for name in OTHER_NAMES if np.ndim(row.get(name, 0)))
     if (name := next(renamed, None)) is not None:
         return _renamed(name)
     return next((_reason(name) for name in MASKS if _leaves_out(row.get(name))), "")

@@ -201,9 +201,8 @@ def training_arguments(fields: dict[str, Any]) -> TrainingArguments:
     they are made, and LongContextTrainer knows it. Unless a field says otherwise, a loss that is not finite is logged as it is
     (Trainer would log the mean of those before it, and 0 of a first step), and a machine without an accelerator computes on its
     processors (accelerate would not count several ranks there)."""
-    fields = {"logging_nan_inf_filter": False} | fields
-    if not torch.accelerator.is_available():
-        fields = {"use_cpu": True} | fields
+    on_cpu: dict[str, Any] = {} if torch.accelerator.is_available() else {"use_cpu": True}
+    fields = {"logging_nan_inf_filter": False} | on_cpu | fields
     if fields.get("optim") != MUON:
         return TrainingArguments(**fields)
     args = TrainingArguments(**{name: value for name, value in fields.items() if name != "optim"})

@@ -4,6 +4,7 @@ A class that has this loss takes `output_router_logits` in its forward. Without 
 model of several parts (vision and language) asks the part of its language model, and ignores a field of the same name outside.
 """
 
+from collections.abc import Callable, Collection
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -19,13 +20,17 @@ def has_field(config: Any) -> bool:
 def asks_for_balance(model: Any) -> bool:
     """Tell whether a plain model of this class and configuration would add a load-balancing loss to its own."""
     config = model.config.get_text_config(decoder=True)
-    return bool(getattr(config, FIELD, False)) and takes_field(type(model))
+    return bool(getattr(config, FIELD, False)) and takes_field(model)
+
+
+def takes_field(model: Any) -> bool:
+    """Tell whether a model's class may add a load-balancing loss."""
+    return FIELD in _parameters(type(model).forward)
 
 
 @cache
-def takes_field(kind: type) -> bool:
-    """Tell whether a class of models may add a load-balancing loss."""
-    return FIELD in signature(kind.forward).parameters  # type: ignore[attr-defined]
+def _parameters(forward: Callable[..., Any]) -> Collection[str]:
+    return frozenset(signature(forward).parameters)
 
 
 def balance_settings(model: Any) -> tuple[float | None, int | None]:

@@ -75,7 +75,7 @@ def _refuse_other_rows(model: Any, reason: OtherLogits) -> None:
         model.device, model.dtype
     )
     ids = torch.arange(ROWS, device=hidden.device)[None]
-    keywords = {FIELD: False} if takes_field(type(model)) else {}
+    keywords = {FIELD: False} if takes_field(model) else {}
     with torch.no_grad(), _training(model, base_of(model)):
         output = own_output(model, hidden, labels=ids, **keywords)
         parts = torch.cat([own_logits(model, part) for part in hidden.split(ROWS // 2, dim=1)], dim=1)
@@ -128,7 +128,7 @@ def _refuse_other_forward(model: Any, hidden: torch.Tensor, logits: torch.Tensor
         return logits
 
     keywords: dict[str, Any] = {"labels": ids} if with_loss else {}
-    if takes_field(type(model)):
+    if takes_field(model):
         keywords[FIELD] = False
     replaced = {
         id(base): StandIn(base, lambda *args, **kwargs: OutputOfBase(hidden)),
@@ -184,7 +184,7 @@ def refuse_loss_of_its_own(model: Any) -> None:
     if any(isinstance(parameter, DTensor) or parameter.is_meta for parameter in model.parameters()):
         return
     ids = torch.arange(ROWS, device=model.device)[None]
-    keywords = {FIELD: False} if takes_field(type(model)) else {}
+    keywords = {FIELD: False} if takes_field(model) else {}
     try:
         with torch.no_grad():
             output = type(model).forward(model, input_ids=ids, labels=ids, use_cache=False, **keywords)
