@@ -9,10 +9,13 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from hf_longctx.models.attention import refuse_unsafe_rope
 from hf_longctx.models.loss.head_check import OtherLoss, needs_own_forward, refuse_loss_of_its_own
 from hf_longctx.models.loss.own_logits import hidden_width, own_output
+
+logger = logging.get_logger(__name__)
 
 
 def refuse_no_language_model(model: Any) -> None:
@@ -41,7 +44,7 @@ def needs_own_logits(model: Any) -> bool:
     which is the model itself where no part of it gives what its forward makes logits of.
 
     Raises:
-        OtherLoss: its loss is not their cross-entropy, which would be computed instead.
+        OtherLoss: its loss is not the cross-entropy of hidden states times the head's weight, which would be computed instead.
     """
     try:
         find_base(model)
@@ -49,8 +52,13 @@ def needs_own_logits(model: Any) -> bool:
     except OtherLoss:
         raise
     except ValueError:
-        refuse_loss_of_its_own(model)
         model.longctx_base = ""
+        try:
+            refuse_loss_of_its_own(model)
+        except OtherLoss as error:
+            logger.warning_once(
+                f"the next token is learned and nothing else, by the cross-entropy of the logits: {error}"
+            )
         return True
 
 
