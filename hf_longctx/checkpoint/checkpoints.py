@@ -11,7 +11,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +42,7 @@ from hf_longctx.checkpoint.state import (
     optimizer_tensors,
     random_state,
     restore_random_state,
+    settings_kept,
 )
 from hf_longctx.checkpoint.whole_weights import gathered
 from hf_longctx.checkpoint.writer import CheckpointWriter, Contents
@@ -337,13 +338,18 @@ class Checkpoints:
         logger.info(f"Loading best model from {best} (score: {state.best_metric}).")
         self._trainer._load_from_checkpoint(best)
 
-    def load_optimizer(self, folder: str) -> None:
-        """Read what this rank holds of the optimizer's state, and the schedule's."""
+    def load_optimizer(self, folder: str, changed: Collection[str]) -> None:
+        """Read what this rank holds of the optimizer's state, and the schedule's.
+
+        Args:
+            changed: settings of the optimizer's groups that stay as this run has them; others are the checkpoint's.
+        """
         weights = _saved_weights(self.model)
         saved = _training_state(folder)
         reader = CheckpointReader(Path(folder))
-        origin = load_optimizer(self._trainer.optimizer, saved["optimizer"], reader, weights)
-        load_schedule(self._trainer.lr_scheduler, saved["schedule"], origin)
+        with settings_kept(self._trainer.optimizer, changed):
+            origin = load_optimizer(self._trainer.optimizer, saved["optimizer"], reader, weights)
+        load_schedule(self._trainer.lr_scheduler, saved["schedule"], origin, keeps_rates="lr" in changed)
 
     def load_scaler(self, folder: str) -> None:
         """Read the gradient scaler's state, where there is one."""

@@ -7,11 +7,13 @@ run orders or splits them.
 import json
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.optim.lr_scheduler import LambdaLR
 
 from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
 from hf_longctx.checkpoint.reader import CheckpointReader, some
@@ -156,12 +158,49 @@ def load_optimizer(
     return origin
 
 
-def load_schedule(schedule: Any, saved: Mapping[str, Any], origin: Sequence[int]) -> None:
-    """Gives a learning rate schedule a checkpoint's state; `origin` as `load_optimizer` returns it."""
+@contextmanager
+def settings_kept(optimizer: Any, names: Collection[str]) -> Iterator[None]:
+    """Keep these settings of an optimizer's groups, where they have them, while its state is loaded."""
+    before = [{name: group[name] for name in names if name in group} for group in optimizer.param_groups]
+    yield
+    for group, kept in zip(optimizer.param_groups, before):
+        group.update(kept)
+
+
+def load_schedule(schedule: Any, saved: Mapping[str, Any], origin: Sequence[int], keeps_rates: bool = False) -> None:
+    """Gives a learning rate schedule a checkpoint's state; `origin` as `load_optimizer` returns it.
+
+    Rates that follow from the step are computed again: of a run that is longer now, or begins from other rates, the next step has
+    the rate of its own schedule, not the last one of the checkpoint's.
+
+    Args:
+        keeps_rates: whether rates stay those that the schedule was made with.
+
+    Raises:
+        CheckpointError: they are to stay, and the schedule's rates follow from more than the step.
+    """
+    follows_steps = isinstance(getattr(schedule, "scheduler", schedule), LambdaLR)
+    if keeps_rates:
+        if not follows_steps:
+            raise CheckpointError(
+                f"resuming with another learning_rate under {type(schedule).__name__}, whose rates follow from what was measured "
+                "before. Valid: the learning_rate of the checkpoint, or a new run from its weights"
+            )
+        saved = {name: value for name, value in saved.items() if name != "base_lrs"}
     of_groups = {
         name: [value[number] for number in origin] for name, value in saved.items() if _is_of_groups(name, value)
     }
     schedule.load_state_dict(dict(saved) | of_groups)
+    if follows_steps:
+        _compute_rates(getattr(schedule, "scheduler", schedule))
+
+
+def _compute_rates(schedule: LambdaLR) -> None:
+    """Give an optimizer's groups the rates of the step that a schedule has come to."""
+    rates = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas)]
+    for group, base, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, rates):
+        group["initial_lr"], group["lr"] = base, rate
+    schedule._last_lr = rates
 
 
 def _order(optimizer: Any, names: Mapping[int, str]) -> list[str]:

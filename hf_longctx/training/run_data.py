@@ -23,7 +23,7 @@ from hf_longctx.planner.cost.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
 from hf_longctx.training.measuring.recalibration import restored
 from hf_longctx.training.measuring.step_costs import cost_model
-from hf_longctx.training.run_state import RunState
+from hf_longctx.training.run_state import OPTIMIZER_SETTINGS, RunState
 
 EVALUATION_STEP_CAPACITIES = 8
 """Tokens of one evaluation step, in capacities of all ranks together: enough documents to balance, few enough to
@@ -204,6 +204,7 @@ class RunData:
             getattr(trainer.train_dataset, "weights", None),
             bf16=bool(args.bf16),
             data_version=getattr(trainer.train_dataset, "data_version", None),
+            optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
         )
         trainer.add_callback(self.state)
         if self.resuming_from is not None:

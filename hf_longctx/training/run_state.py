@@ -23,6 +23,16 @@ MADE_BEFORE = (
 )
 
 
+OPTIMIZER_SETTINGS = {
+    "learning_rate": "lr",
+    "weight_decay": "weight_decay",
+    "adam_beta1": "betas",
+    "adam_beta2": "betas",
+    "adam_epsilon": "eps",
+}
+"""Fields of TrainingArguments that may change where a run is resumed -> what an optimizer's groups call them."""
+
+
 @dataclass(eq=False)
 class RunState(TrainerCallback, ExportableState):
     """A callback only in that Trainer stores the state of its callbacks with every checkpoint."""
@@ -53,6 +63,8 @@ class RunState(TrainerCallback, ExportableState):
     """whether it computes under autocast in bfloat16; None: the checkpoint is older than this field"""
     data_version: int | None = None
     """what texts and conversations were made into documents as (data/tokenisation.py); None: not known"""
+    optimizer: dict[str, float] | None = None
+    """fields of OPTIMIZER_SETTINGS, and what they are; None: the checkpoint is older than this field"""
 
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
@@ -104,8 +116,17 @@ class RunState(TrainerCallback, ExportableState):
                 f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
                 "on the run has other noise than it began with, of the same size"
             )
-        kept = {name: getattr(self, name) for name in ("weights", "bf16", "data_version")}
+        kept = {name: getattr(self, name) for name in ("weights", "bf16", "data_version", "optimizer")}
         self.__dict__.update(asdict(saved) | kept)
+
+    def changed_settings(self, checkpoint: Path) -> set[str]:
+        """Return what an optimizer's groups call the settings that a checkpoint was trained with other values of, and say so."""
+        before, now = recorded(checkpoint, "optimizer") or {}, self.optimizer or {}
+        changed = [name for name in now if name in before and before[name] != now[name]]
+        if changed:
+            settings = ", ".join(f"{name} {before[name]:g} -> {now[name]:g}" for name in changed)
+            logger.warning(f"going on from {checkpoint} with other settings of the optimizer: {settings}")
+        return {OPTIMIZER_SETTINGS[name] for name in changed}
 
     def _changed_weights(self, saved: "RunState", epoch: int) -> dict[str, Any]:
         """Return the weights that are asked for, where they differ from the checkpoint's in an epoch that has begun; later

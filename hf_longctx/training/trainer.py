@@ -562,7 +562,7 @@ class LongContextMixin(_Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.checkpoints.load_optimizer(checkpoint)
+            self.checkpoints.load_optimizer(checkpoint, self.run_state.changed_settings(Path(checkpoint)))
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:

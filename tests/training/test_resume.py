@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers.trainer_callback import TrainerState
 
+from hf_longctx.checkpoint.folder import CheckpointError
+from hf_longctx.checkpoint.state import load_schedule
 from tests.builders.training_runs import POISONED_STEPS, PoisonedTrainer, Run, assembled, documents, train
 from tests.worlds.rank_pool import RankPool
 
@@ -104,6 +106,30 @@ def test_the_count_of_skipped_steps_goes_on(restore, tmp_path):
     saved = TrainerState.load_from_json(str(tmp_path / "on" / "checkpoint-5" / "trainer_state.json"))
     callbacks: Any = saved.stateful_callbacks
     assert callbacks["RunState"]["args"]["skipped_steps"] == 2
+
+
+def test_a_run_that_is_resumed_with_other_settings_has_them_from_the_next_step_on(tmp_path, caplog):
+    """Learning rates of a longer run from another rate, as if it had been so from the beginning; and another weight decay."""
+    changed = {"max_steps": 6, "learning_rate": 0.02, "weight_decay": 0.25}
+    [first] = run_on(1, None, tmp_path / "first", settings={"max_steps": 3, "weight_decay": 0.0})
+    [whole] = run_on(1, None, tmp_path / "whole", settings=changed)
+    checkpoint = str(tmp_path / "first" / "checkpoint-3")
+    [resumed] = run_on(1, None, tmp_path / "on", settings=changed, resume=checkpoint)
+    assert resumed.series("learning_rate") == first.series("learning_rate") + whole.series("learning_rate")[3:]
+    assert resumed.series("loss")[:3] == first.series("loss")
+    groups = json.loads((tmp_path / "on" / "checkpoint-6" / "training_state.json").read_text())["optimizer"]["groups"]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.25}
+    assert f"going on from {checkpoint} with other settings of the optimizer: " in caplog.text
+    assert "learning_rate " in caplog.text
+    assert "-> 0.02, weight_decay 0 -> 0.25" in caplog.text
+
+
+def test_another_learning_rate_is_refused_where_rates_follow_from_what_was_measured():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([weight], lr=0.1))
+    load_schedule(plateau, plateau.state_dict(), [0])
+    with pytest.raises(CheckpointError, match="another learning_rate under ReduceLROnPlateau"):
+        load_schedule(plateau, plateau.state_dict(), [0], keeps_rates=True)
 
 
 def test_other_documents_are_refused(uninterrupted, tmp_path):
