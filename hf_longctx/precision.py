@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
+from hf_longctx.hardware.config_fields import field_values
 from hf_longctx.hardware.devices import A100, CPU_DEVICES, gpu_speed, preset_of
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import CPU_CORES, CpuKind, RankSpeed
@@ -198,8 +199,8 @@ def _instructions(kind: CpuKind) -> str:
 
 def product_shape(config: Any) -> tuple[int, int, int]:
     """(tokens, hidden, intermediate) of products like those of a model, none larger than TYPICAL."""
-    hidden = getattr(config, "hidden_size", None) or MOST_HIDDEN
-    intermediate = getattr(config, "intermediate_size", None) or 4 * hidden
+    hidden = max(field_values(config, "hidden_size"), default=0) or MOST_HIDDEN
+    intermediate = max(field_values(config, "intermediate_size"), default=0) or 4 * hidden
     return TOKENS, min(hidden, MOST_HIDDEN), min(intermediate, MOST_INTERMEDIATE)
 
 

@@ -169,7 +169,7 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     for part in (
         f"it must be a distribution ({', '.join(DISTRIBUTIONS)})",
         "(.npy, .txt)",
-        ".jsonl, .json, .parquet",
+        ".jsonl, .ndjson, .json, .parquet",
     ):
         assert part in missing
     assert "many" in reply("words.txt")

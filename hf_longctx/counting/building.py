@@ -16,9 +16,10 @@ from unittest.mock import patch
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AutoConfig, AutoModelForCausalLM, masking_utils
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, masking_utils
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
+from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
@@ -44,7 +45,7 @@ def transformers_config(config: Any) -> Any:
         ValueError: transformers has no causal language model of its type, or refuses its fields.
     """
     family = getattr(config, "model_type", None)
-    if family not in CLASSES:
+    if family not in CLASSES and family not in BASES:
         text = getattr(getattr(config, "text_config", None), "model_type", None)
         inside = f"; its text_config ({text}) may be counted" if text else ""
         raise ValueError(
@@ -56,6 +57,26 @@ def transformers_config(config: Any) -> Any:
         return AutoConfig.for_model(**vars(config))
     except Exception as error:  # of any configuration's own checks
         raise ValueError(f"model_type={family!r} cannot be counted: {_said(error)}") from error
+
+
+class TextWithHead(torch.nn.Module):
+    """The language model of a model that also reads images or sound, with an output head as the whole has one."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.config, self.model = base.config, base
+        embeddings = base.get_input_embeddings().weight
+        self.lm_head = torch.nn.Linear(base.config.hidden_size, base.config.vocab_size, False, dtype=embeddings.dtype)
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool = False) -> torch.Tensor:
+        return self.lm_head(self.model(input_ids=input_ids, use_cache=use_cache).last_hidden_state)
+
+    def tie_weights(self) -> None:
+        if getattr(self.config, "tie_word_embeddings", False):
+            self.lm_head.weight = self.model.get_input_embeddings().weight
+
+    def get_output_embeddings(self) -> torch.nn.Module:
+        return self.lm_head
 
 
 def build(config: Any, dtype: torch.dtype) -> Built:
@@ -71,13 +92,17 @@ def build(config: Any, dtype: torch.dtype) -> Built:
         own._experts_implementation = None
         try:
             with mode, _quiet(), no_init_weights():
-                model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=attention)
+                if own.model_type in CLASSES:
+                    model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=attention)
+                else:
+                    model = TextWithHead(AutoModel.from_config(own, dtype=dtype, attn_implementation=attention))
                 model.tie_weights()  # which is left out where nothing is initialised
         except Exception as error:  # of any class's constructor
             errors.append(error)
             continue
         for module in model.modules():
-            if (inner := getattr(module, "config", None)) is not None:
+            inner: Any = getattr(module, "config", None)
+            if hasattr(inner, "to_dict"):
                 inner._experts_implementation = NAME
         return Built(model.eval(), mode, attention == NAME)
     raise ValueError(f"{named(config)} cannot be counted: it cannot be made, {_said(errors[0])}") from errors[0]

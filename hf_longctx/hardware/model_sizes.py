@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_longctx.counting.records import CountedModel
+from hf_longctx.hardware.config_fields import field_values
 
 ALL_SLIDING = ("mistral", "mixtral")
 """Families with a formula of which every layer has the window that the configuration names."""
@@ -187,18 +188,27 @@ EVEN_TOKENS = 2**14
 1B. What it is in fact would change balance, never what is computed."""
 
 
-def flops_of_weights(parameters: int, layers: int) -> ModelFlops:
-    """Guess the FLOPs of a model that is known by its weights alone, and whose documents stay whole on a rank: all weights at
-    work, and attention by EVEN_TOKENS."""
+def flops_of_weights(parameters: int, config: Any) -> ModelFlops:
+    """Guess the FLOPs of a model that cannot be counted: all weights at work, and in every layer attention with the heads that
+    its configuration names; with none, by EVEN_TOKENS."""
+
+    def number(name: str, default: int = 0) -> int:
+        return (
+            max((value for value in field_values(config, name) if isinstance(value, int)), default=default) or default
+        )
+
+    layers, heads, hidden = number("num_hidden_layers", 1), number("num_attention_heads"), number("hidden_size")
+    head_dim = number("head_dim", hidden // max(heads, 1))
+    attention = 6 * layers * heads * head_dim
     return ModelFlops(
         layers=layers,
-        hidden=0,
+        hidden=hidden,
         linear=6 * parameters,
         head=0,
-        attention=max(1, 6 * parameters // EVEN_TOKENS),
+        attention=attention or max(1, 6 * parameters // EVEN_TOKENS),
         windowed=0,
         window=None,
-        kv_elements=0,
+        kv_elements=2 * layers * number("num_key_value_heads", heads) * head_dim,
         parameters=parameters,
     )
 

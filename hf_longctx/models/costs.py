@@ -19,7 +19,7 @@ def counted_cost(model: Any, speed: RankSpeed, topology: Topology) -> CostModel:
 
 
 def guessed_cost(model: Any, speed: RankSpeed, topology: Topology) -> CostModel:
-    """Guess the cost of a model that cannot be counted from how many weights it has."""
+    """Guess the cost of a model that cannot be counted from how many weights and heads it has."""
     parameters = sum(weight.numel() for weight in whole_parameters(model).values())
-    flops = flops_of_weights(parameters, getattr(model.config.get_text_config(), "num_hidden_layers", 1))
+    flops = flops_of_weights(parameters, model.config.get_text_config())
     return CostModel.from_flops(flops, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size)

@@ -66,20 +66,27 @@ def refuse_random_attention(config: Any) -> None:
     """Raises ValueError for attention probabilities that are dropped and experts that are drawn, which would depend on how
     documents are spread over ranks, and for layers that are: a rank that skips one leaves others waiting for its keys. A tiny
     copy has none of them."""
+    for name, value in layers_drawn(config):
+        raise ValueError(
+            f"{name}={value}: each rank would draw the layers that it skips, and ranks that hold a document together must "
+            f"run the same ones. Set config.{name} = 0.0"
+        )
     for name, value in _numbers(config.to_dict()):
         attention = ("attention" in name or "attn" in name) and "drop" in name
         if value <= 0:
             continue
-        if "layerdrop" in name and "encoder" not in name:
-            raise ValueError(
-                f"{name}={value}: each rank would draw the layers that it skips, and ranks that hold a document together must "
-                f"run the same ones. Set config.{name} = 0.0"
-            )
         if attention or "jitter" in name:
             raise ValueError(
                 f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
                 f"ranks. Set config.{name} = 0.0"
             )
+
+
+def layers_drawn(config: Any) -> Iterator[tuple[str, float]]:
+    """Yield the fields of a language model's configuration by which layers are skipped at random, where they are above 0."""
+    for name, value in _numbers(config.to_dict()):
+        if "layerdrop" in name and "encoder" not in name and value > 0:
+            yield name, value
 
 
 def _numbers(fields: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:

@@ -138,7 +138,10 @@ def follow_layers(model: torch.nn.Module, progress: Progress) -> Iterator[None]:
         (name, module) for name, module in model.named_modules() if isinstance(module, GradientCheckpointingLayer)
     ]
     for name, layer in layers:
-        number = int(name.rpartition(".")[2])  # in the whole model, of which this may be a stage
+        last = name.rpartition(".")[2]  # a number in the whole model, of which this may be a stage
+        if not last.isdecimal():  # a part of a layer that is checkpointed by itself
+            continue
+        number = int(last)
 
         peers = _gathered_from(layer)
 

@@ -24,6 +24,8 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import HubStrategy
 
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
+from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.models.general import layers_drawn
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.parallel.sharding import expert_parallel, is_sharded, tensor_parallel
 from hf_longctx.parallel.world import broken_rules
@@ -188,10 +190,25 @@ def _heads(request: Request) -> Iterator[Problem]:
         )
 
 
+def _layers_drawn(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
+    """Check models that run documents alone; others are refused whatever the sharding is (models/general.py)."""
+    sharding = request.sharding or plugin.sharding
+    if (request.processes or 1) == 1 or sharding in ("auto", "ddp") or not hasattr(request.model, "config"):
+        return
+    for name, value in layers_drawn(request.model.config.get_text_config(decoder=True)):
+        yield (
+            "sharding",
+            f"{sharding!r} and {name}={value}: each rank would draw the layers that it skips, and others would wait for its part "
+            f"of their weights. Valid: ddp, or config.{name} = 0.0",
+        )
+
+
 def _size(model: Any, name: str) -> int | None:
-    """A number of the language model's configuration; None: not known, or not one that it has."""
+    """A number of the language model's configuration, or the largest that divides those of all its layers; None: not known, or
+    not one that it has."""
     config = getattr(model, "config", None)
-    return None if config is None else getattr(config.get_text_config(), name, None)
+    values = [] if config is None else field_values(config.get_text_config(), name)
+    return math.gcd(*values) if values else None
 
 
 def _ulysses(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
@@ -340,5 +357,6 @@ OF_PLUGIN: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...]
     _loader,
     _plan_offload,
     _arrangement,
+    _layers_drawn,
     _pipeline,
 )

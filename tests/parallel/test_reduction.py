@@ -121,7 +121,7 @@ def summed_as_accelerate_counts(counted: int) -> str:
 
 
 def test_ranks_that_accelerate_does_not_count_are_refused(ranks2: RankPool):
-    """As where two processes were started without a GPU and without use_cpu: gradients would be twice as large."""
+    """Two processes without a GPU and without use_cpu are such: gradients would be twice as large."""
     assert ranks2.run(summed_as_accelerate_counts, 2) == ["[2.0]"] * 2
     for message in ranks2.run(summed_as_accelerate_counts, 1):
         assert message.startswith("2 processes were started, and accelerate counts 1")

@@ -26,8 +26,8 @@ def cost_model(
     gpu: str | None = None,
 ) -> CostModel:
     """Return the plugin's `cost`; else count FLOPs and bytes of the model's configuration, at the speeds of its `profile`, or of
-    a preset for the dtype in which the model computes (its own, or autocast's). For a model that cannot be counted and keeps
-    documents whole, guess from its weights.
+    a preset for the dtype in which the model computes (its own, or autocast's). For a model that cannot be counted, guess
+    from its weights and heads.
 
     Args:
         cpu: kind of the processors, where they compute; the same on all ranks. None: this machine's.
@@ -45,12 +45,7 @@ def cost_model(
     try:
         cost = counted_cost(model, speed, topology)
     except ValueError as error:
-        if not topology.stay_whole:
-            raise
-        logger.warning(
-            f"{error}. Its documents stay whole on a rank, so that times are guessed from its weights: only balance depends on "
-            "them"
-        )
+        logger.warning(f"{error}. Times are guessed from its weights and heads: only balance depends on them")
         cost = guessed_cost(model, speed, topology)
     trained = sum(weight.numel() for weight in weights.values() if weight.requires_grad)  # an adapter's are few
     elsewhere = sum(weight.numel() for weight in weights.values()) - sum(

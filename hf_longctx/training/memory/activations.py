@@ -83,6 +83,8 @@ class ActivationMemory:
             part.config.get_text_config() for part in model.modules() if isinstance(part, PreTrainedModel)
         )
         self._alone = documents_of(model) == "alone"
+        if keep_attention == "auto" and not self._alone and not _has_known_sizes(self._config):
+            self._keep_attention = "never"  # it saves time, and how much is not known
         self.host = HostMemory(device)
         """Counts what moves."""
         self._forwards = 0
@@ -186,6 +188,15 @@ def attention_share(config: Any, layout: Layout) -> float:
     weights = sizes.layer_parameters - max(0, sizes.experts - sizes.experts_per_token) * mlp
     attention = 4 * sizes.heads * sizes.head_dim * pairs
     return attention / (attention + 2 * weights * sum(layout.doc_lengths.values()))
+
+
+def _has_known_sizes(config: Any) -> bool:
+    """Tell whether the sizes of a model can be read from its configuration, or counted."""
+    try:
+        ModelSizes.of(config, 1)
+    except ValueError:
+        return False
+    return True
 
 
 def may_keep_attention(keep_attention: str, config: Any, longest_document: int | None) -> bool:
