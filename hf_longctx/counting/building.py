@@ -45,7 +45,7 @@ def transformers_config(config: Any) -> Any:
         ValueError: transformers has no causal language model of its type, or refuses its fields.
     """
     family = getattr(config, "model_type", None)
-    if family not in CLASSES and family not in BASES:
+    if family not in CLASSES and not _is_language_model_of(config):
         text = getattr(getattr(config, "text_config", None), "model_type", None)
         inside = f"; its text_config ({text}) may be counted" if text else ""
         raise ValueError(
@@ -57,6 +57,13 @@ def transformers_config(config: Any) -> Any:
         return AutoConfig.for_model(**vars(config))
     except Exception as error:  # of any configuration's own checks
         raise ValueError(f"model_type={family!r} cannot be counted: {_said(error)}") from error
+
+
+def _is_language_model_of(config: Any) -> bool:
+    """Tell whether a configuration may be that of a decoder inside a model which also reads images or sound."""
+    if getattr(config, "model_type", None) not in BASES or not hasattr(config, "get_text_config"):
+        return False
+    return config.get_text_config() is config and not config.is_encoder_decoder and hasattr(config, "vocab_size")
 
 
 class TextWithHead(torch.nn.Module):

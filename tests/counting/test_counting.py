@@ -355,3 +355,21 @@ def test_other_refusals():
     with pytest.raises(ValueError, match="tensor_parallel=2: a rank's share of a qwen3 model is not counted; valid: 1"):
         MemoryModel.from_config(tiny("qwen3"), tensor_parallel=2)
     assert SHORT[1] == 2 * SHORT[0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_language_model_of_a_model_that_sees_is_counted_as_one_with_a_head(tied: bool):
+    """Qwen3-VL's, as Qwen3 of the same sizes: transformers has no class of it with a head."""
+    sizes = {
+        "vocab_size": 96,
+        "hidden_size": 64,
+        "intermediate_size": 80,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "tie_word_embeddings": tied,
+    }
+    rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    seeing = count_model(transformers.Qwen3VLTextConfig(**sizes, rope_parameters=rope))
+    assert seeing == count_model(transformers.Qwen3Config(**sizes))

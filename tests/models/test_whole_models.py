@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import Exchange, Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model, prefill, score
 from hf_longctx.cli import main
-from hf_longctx.hardware.model_sizes import EVEN_TOKENS
+from hf_longctx.hardware.model_sizes import EVEN_TOKENS, flops_of_weights
 from hf_longctx.inference.evaluation.batches import batches_of
 from hf_longctx.inference.evaluation.greedy import greedy_answers
 from hf_longctx.layouts.layout import LayoutError
@@ -248,18 +248,22 @@ def test_a_dry_run_says_that_documents_stay_whole(tmp_path, monkeypatch, capsys)
     assert "15 documents (0 split)" in output.out
 
 
+ON_TWO = (Topology(2, 60), torch.device("cpu"))
 XLM = {"emb_dim": 64, "n_layers": 1, "n_heads": 4, "vocab_size": 128, "causal": True}
 
 
-def test_a_model_that_cannot_be_counted_is_planned_by_its_weights(caplog):
-    """XLM's code looks at values. Where documents could be split, times of exchanges would be missing."""
+def test_a_model_that_cannot_be_counted_is_planned_by_its_weights_and_heads(caplog):
+    """XLM's code looks at values. A split document sends as many keys and values as one of a Llama with as many heads."""
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("xlm", **XLM))
     cost = cost_model(LongContextPlugin(), model, Topology(2, 60, documents="alone"), torch.device("cpu"))
     assert cost.step_ns > 0
-    assert cost.attention_ps * EVEN_TOKENS == pytest.approx(cost.linear_ps, rel=0.5)
-    assert "guessed from its weights" in caplog.text
-    with pytest.raises(ValueError, match="model_type='xlm' cannot be counted"):
-        cost_model(LongContextPlugin(), model, Topology(2, 60), torch.device("cpu"))
+    assert "guessed from its weights and heads" in caplog.text
+    split = cost_model(LongContextPlugin(), model, Topology(2, 60), torch.device("cpu"))
+    assert split == cost
+    llama = cost_model(LongContextPlugin(), tiny_llama(num_hidden_layers=1, num_key_value_heads=4), *ON_TWO)
+    assert (cost.inside_ps, cost.attention_ps) == (llama.inside_ps, llama.attention_ps)
+    unknown = flops_of_weights(1000, SimpleNamespace(num_hidden_layers=2))
+    assert unknown.attention == max(1, unknown.linear // EVEN_TOKENS)
 
 
 def test_a_dry_run_needs_no_memory_that_cannot_be_counted(tmp_path, capsys):

@@ -1,0 +1,81 @@
+"""Decoders unlike most: code that looks at values, layers inside layers, layers that differ, and layers that are skipped."""
+
+import copy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, BartConfig
+
+from hf_longctx import LongContextPlugin
+from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.planner import GlobalBatches
+from hf_longctx.precision import product_shape
+from hf_longctx.training import refusals
+from hf_longctx.training.request import Request
+from tests.builders.tiny_models import TINY
+from tests.builders.training_runs import documents, reference, train
+
+
+@pytest.mark.parametrize("family", ["xmod", "zamba2"])
+def test_decoders_whose_code_is_unlike_others_train_as_a_loop_over_documents(family: str, tmp_path: Path):
+    """X-MOD looks at values, so that its costs are guessed; a layer of Zamba 2 holds another one that is checkpointed by itself.
+    float32: losses and norms 1e-4 relative."""
+    sizes: dict[str, Any] = {
+        "xmod": {"default_language": "en_XX", "languages": ["en_XX"], "is_decoder": True},
+        "zamba2": {
+            "layers_block_type": ["mamba", "hybrid"],
+            "mamba_d_state": 8,
+            "n_mamba_heads": 4,
+            "mamba_ngroups": 1,
+        },
+    }
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
+    config = AutoConfig.for_model(family, **(TINY | dropout | {"max_position_embeddings": 128} | sizes[family]))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config)
+    # X-MOD numbers tokens by where padding is, which documents here have none of.
+    rows: Any = [{"input_ids": [max(token, 2) for token in row["input_ids"]]} for row in documents([17, 40, 3, 60])]
+    settings = {"output_dir": str(tmp_path), "max_steps": 2, "learning_rate": 1e-3}
+    batches = GlobalBatches(np.array([17, 40, 3, 60]), 3, documents=4)
+    losses, norms, _ = reference(copy.deepcopy(model), rows, batches, 2, settings)
+    trained = train(model, rows, {"capacity": 64, "global_batch_documents": 4}, settings)
+    assert trained.series("loss") == pytest.approx(losses, rel=1e-4)
+    assert trained.series("grad_norm") == pytest.approx(norms, rel=1e-3)
+
+
+def test_fields_that_differ_from_layer_to_layer_are_read_of_all():
+    differs = SimpleNamespace(intermediate_size=[96, 64], hidden_size=32)
+    assert product_shape(differs)[1:] == (32, 96)
+    assert field_values(differs, "missing") == []
+
+    class OfLayers:
+        per_layer_config = (SimpleNamespace(heads=4), SimpleNamespace(heads=6))
+
+        @property
+        def heads(self) -> int:
+            raise RuntimeError("ambiguous")
+
+        def get_text_config(self) -> Any:
+            return self
+
+    assert field_values(OfLayers(), "heads") == [4, 6]
+    assert refusals._size(SimpleNamespace(config=OfLayers()), "heads") == 2
+
+
+@pytest.mark.parametrize(("sharding", "processes"), [("zero3", 2), ("ddp", 2), ("zero3", 1)])
+def test_layers_that_are_skipped_at_random_are_refused_where_ranks_share_weights(sharding: str, processes: int):
+    """BART runs documents alone; other models are refused whatever the sharding is."""
+    model = SimpleNamespace(config=BartConfig(decoder_layerdrop=0.5))
+    plugin = LongContextPlugin(capacity=8, sharding=sharding)
+    refused = list(refusals._layers_drawn(Request(None, plugin, model, processes), plugin))
+    if sharding == "zero3" and processes > 1:
+        [(key, rule)] = refused
+        assert key == "sharding"
+        assert "layerdrop=0.5: each rank would draw the layers that it skips" in rule
+    else:
+        assert not refused
