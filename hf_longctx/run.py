@@ -7,7 +7,6 @@ The model is saved as a plain transformers checkpoint, adapters as a plain PEFT 
 LongContextTrainer from Python.
 """
 
-import json
 import os
 from functools import partial
 from inspect import signature
@@ -23,7 +22,6 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 from transformers.utils import logging
 
 from hf_longctx.checkpoint.choice import resumed
-from hf_longctx.checkpoint.folder import checkpoints
 from hf_longctx.data.tokenisation import VERSION
 from hf_longctx.models.adapters.new_rows import add_rows
 from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze
@@ -39,6 +37,18 @@ from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.autocast import settle_precision
 from hf_longctx.training.muon import training_arguments
+from hf_longctx.training.run_start import (
+    BEFORE,
+    FINISHED,
+    FirstResults,
+    announce,
+    last_step,
+    next_plan,
+    say_done,
+    start_of,
+    training_summary,
+    write_results,
+)
 from hf_longctx.training.run_state import data_version_of
 from hf_longctx.training.trainer import LongContextTrainer
 from hf_longctx.training.waiting import first_of_machine_first, wait_for_all
@@ -77,21 +87,30 @@ def run(config: Config) -> LongContextTrainer:
     show_live(trainer, console)
     if config.model.lora and (config.model.rope_scaling or config.model.added_tokens or config.model.eos_token):
         trainer.add_callback(ScaledConfig())
-    results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
     trainer.progress.begin("planning the first steps", unbounded=True)
     with doing("planning the first steps", console):
-        steps = trainer.training_steps()  # on all ranks: with loader="ray" they agree on where
-        first = str(steps.plan(0, 0).summary()) if trainer.is_world_process_zero() else ""
+        start = start_of(trainer)
+        last = last_step(trainer)  # on all ranks: with loader="ray" they agree on where steps are planned
+        plan = next_plan(trainer, start, last) if trainer.is_world_process_zero() else ""
+    if start.is_done(last):
+        if trainer.is_world_process_zero():
+            say_done(trainer, start, last)
+        watching.stop()
+        trainer.accelerator.wait_for_everyone()
+        return trainer
+    output = trainer.args.output_dir
+    results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
+    results |= start.kept_results
     if trainer.is_world_process_zero():
-        _announce(trainer, first)
-    resume: Any = trainer.args.resume_from_checkpoint
-    anew = resume is None or (resume == "auto" and not checkpoints(Path(trainer.args.output_dir)))
-    if trainer.eval_dataset is not None and anew:
+        announce(trainer, start, last, plan)
+    if trainer.eval_dataset is not None and start.anew:
         trainer.progress.begin("evaluating before training", unbounded=True)
         with doing("evaluating before training", console):
-            results["eval_loss_before"] = trainer.evaluate()["eval_loss"]
+            results[BEFORE] = trainer.evaluate()["eval_loss"]
+    trainer.add_callback(FirstResults(results))
     with preparing(trainer, console, lambda: progress.activity):
-        results["train_loss"] = trainer.train(resume_from_checkpoint=resume).training_loss
+        trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
+    results |= training_summary(trainer)
     if trainer.run_state.skipped_steps:
         results["skipped_steps"] = trainer.run_state.skipped_steps
     if trainer.eval_dataset is not None:
@@ -99,7 +118,7 @@ def run(config: Config) -> LongContextTrainer:
             results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
     trainer.save_state()
     if trainer.is_world_process_zero():
-        (Path(trainer.args.output_dir) / "results.json").write_text(json.dumps(results, indent=2) + "\n")
+        write_results(output, results)
     with doing("saving the model", console):
         trainer.save_model()  # pushes it and its card too, where that is wanted
     if trainer.is_world_process_zero():
@@ -108,6 +127,8 @@ def run(config: Config) -> LongContextTrainer:
         _say_results(results, problem)
     with doing("writing the report", console):
         trainer.create_model_card()
+    if trainer.is_world_process_zero():
+        write_results(output, results | {FINISHED: trainer.state.global_step})
     trainer.accelerator.wait_for_everyone()  # ranks leave together, however long rank 0 takes to save
     return trainer
 
@@ -306,24 +327,6 @@ def _reads_own_stage(config: Config) -> bool:
     return longctx.sharding in ("auto", "ddp", "zero1") and model.lora is None and not model.load_in_4bit
 
 
-def _announce(trainer: LongContextTrainer, first: str) -> None:
-    """Says what is trained, and what the plan of the first step does, which `first` sums up."""
-    steps = trainer.training_steps()
-    console = Console(highlight=False, soft_wrap=True)
-    weights = [(weight.numel(), weight.requires_grad) for weight in trainer.whole_parameters().values()]
-    trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
-    if trained < total:
-        console.print(f"{trained:,} of {total:,} weights are trained.")
-    console.print(f"Sharding: {trainer.world.sharding}{' (chosen: auto)' if trainer.plugin.sharding == 'auto' else ''}")
-    console.print(f"Certificate: {trainer.certificate}")
-    if trainer.precision is not None:
-        console.print(f"Precision (bf16: auto): {trainer.precision}")
-    if trainer.world.stages > 1:
-        console.print(f"Pipeline: {trainer.steps}")
-    console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. The first step:")
-    console.print(first)
-
-
 def _draw(trainer: LongContextTrainer, results: dict[str, Any]) -> str:
     """Write the pictures into the output directory. Returns why there are none; "": there are."""
     from hf_longctx.report.pictures.canvas import PictureError
@@ -333,7 +336,7 @@ def _draw(trainer: LongContextTrainer, results: dict[str, Any]) -> str:
     output = Path(trainer.args.output_dir)
     steps = trainer.training_steps()
     # Training begins with an empty history, so the evaluation before it is not in there.
-    before = [{"step": 0, "eval_loss": results["eval_loss_before"]}] if "eval_loss_before" in results else []
+    before = [{"step": 0, "eval_loss": results[BEFORE]}] if BEFORE in results else []
     try:
         draw_plans([steps.plan(0, step) for step in range(min(PICTURED_STEPS, steps.steps(0)))], output / "plan.png")
         draw_loss(before + trainer.state.log_history, output / "loss.png")

@@ -75,8 +75,18 @@ def resumed(asked: Any, output_dir: Path) -> Path | None:
         return None
     if not wants_newest(asked):
         return Path(asked)
-    valid = (folder for folder in checkpoints(output_dir) if not (problem_of(folder, shares=0) or _incomplete(folder)))
-    return next(valid, None)
+    return next(filter(seems_fit, checkpoints(output_dir)), None)
+
+
+def begins_from(asked: Any, output_dir: Path) -> tuple[Path, Manifest] | None:
+    """Find what `resumed` finds, and its manifest; None also where it cannot be gone on from, as this process sees it."""
+    folder = resumed(asked, output_dir)
+    return None if folder is None or not seems_fit(folder) else (folder, Manifest.read(folder))
+
+
+def seems_fit(folder: Path) -> bool:
+    """Tell whether a run can go on from a checkpoint, as this process sees it: sizes of files are compared, not content."""
+    return not (problem_of(folder, shares=0) or _incomplete(folder))
 
 
 def damaged(folder: str, ranks: Ranks) -> str | None:

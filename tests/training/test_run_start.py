@@ -1,0 +1,107 @@
+"""A configuration that is run again: where it goes on, what it says of that, and what it leaves alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_longctx.config import load_config
+from hf_longctx.run import run
+from hf_longctx.training.trainer import LongContextTrainer
+from tests.builders.tiny_models import TINY
+from tests.builders.training_runs import documents, fresh_accelerator_state
+from tests.worlds.launched import ROOT
+
+LENGTHS = [3, 50, 17, 60, 2, 9, 33, 40, 8, 21, 90, 20]
+STEPS_OF_AN_EPOCH = 3
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A run of one epoch's middle, with checkpoints and documents to evaluate on."""
+    settings = yaml.safe_load((ROOT / "configs" / "tiny.yaml").read_text())
+    settings["model"]["random_init"]["vocab_size"] = TINY["vocab_size"]
+    for name, lengths in (("train", LENGTHS), ("test", [4, 2, 18])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in documents(lengths)))
+    settings["data"]["path"] = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "test")}
+    settings["longctx"] = {"capacity": 100, "global_batch_documents": 4}
+    settings["training"] |= {"output_dir": str(tmp_path / "out"), "max_steps": 2, "save_steps": 1, "bf16": False}
+    settings["training"] |= {"resume_from_checkpoint": "auto", "disable_tqdm": True, "eval_strategy": "no"}
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(settings))
+    return tmp_path / "config.yaml"
+
+
+def once(file: Path, *changes: str) -> LongContextTrainer:
+    fresh_accelerator_state()
+    return run(load_config(file, list(changes)))
+
+
+def contents(folder: Path) -> dict[str, tuple[int, bytes]]:
+    return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+def results(file: Path) -> dict[str, Any]:
+    return json.loads((file.parent / "out" / "results.json").read_text())
+
+
+def test_a_finished_run_leaves_its_files_alone_and_says_so(file, capsys):
+    assert STEPS_OF_AN_EPOCH > 2, "in the middle of an epoch, transformers would train one step more"
+    once(file)
+    before = contents(file.parent / "out")
+    capsys.readouterr()
+    once(file)
+    assert "out is already trained to step 2 of 2: nothing to do" in capsys.readouterr().out
+    assert contents(file.parent / "out") == before
+
+
+def test_a_run_that_has_all_its_steps_makes_the_results_that_are_missing(file, capsys):
+    once(file)
+    whole, out = results(file), file.parent / "out"
+    weights = (out / "model.safetensors").read_bytes()
+    # As if it had ended before its model was saved.
+    (out / "model.safetensors").unlink()
+    (out / "results.json").write_text(json.dumps({name: whole[name] for name in whole if name.startswith("eval")}))
+    trainer = once(file)
+    assert "No step is left to train" in capsys.readouterr().out
+    assert not (out / "checkpoint-3").exists()
+    assert results(file) == whole
+    assert (out / "model.safetensors").read_bytes() == weights
+    assert [entry["train_loss"] for entry in trainer.state.log_history if "train_loss" in entry] == [
+        whole["train_loss"]
+    ]
+
+    (out / "trainer_state.json").unlink()
+    (out / "results.json").unlink()
+    once(file)
+    assert "train_loss" not in results(file), "which nobody knows any more, and which is not 0"
+
+
+def test_a_resumed_run_says_from_where_and_plans_its_next_step(file, capsys):
+    first = once(file)
+    before = results(file)["eval_loss_before"]
+    first_plan = str(first.training_steps().plan(0, 0).summary())
+    capsys.readouterr()
+    resumed = once(file, "training.max_steps=4")
+    output = capsys.readouterr().out
+    folder = file.parent / "out" / "checkpoint-2"
+    assert f"Resuming from {folder}: step 2 of 4, saved on 1 rank; now 1 rank\n" in output
+    assert f"The next step:\n{resumed.training_steps().plan(0, 2).summary()}" in output
+    assert first_plan not in output
+    assert results(file)["eval_loss_before"] == before
+    assert results(file)["finished_at_step"] == 4
+
+
+def test_a_run_that_is_interrupted_keeps_the_loss_before_it(file, monkeypatch):
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patches:
+        patches.setattr(LongContextTrainer, "training_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            once(file)
+    kept = results(file)
+    assert kept["eval_loss_before"] > 0
+    assert "train_loss" not in kept
+    assert "finished_at_step" not in kept
