@@ -84,6 +84,31 @@ def begins_from(asked: Any, output_dir: Path) -> tuple[Path, Manifest] | None:
     return None if folder is None or not seems_fit(folder) else (folder, Manifest.read(folder))
 
 
+def left_by_earlier_run(asked: Any, output_dir: Path) -> str | None:
+    """Say what a run that begins anew does to an earlier one in its output directory; None: it resumes one, or there is none.
+
+    Args:
+        asked: its `resume_from_checkpoint`.
+    """
+    if asked:
+        return None
+    left = checkpoints(output_dir)
+    if not left:
+        return None
+    newest = next(filter(seems_fit, left), None)
+    names = ", ".join(sorted((folder.name for folder in left), key=lambda name: (len(name), name)))
+    taken = (
+        ""
+        if newest is None
+        else f" until it has written its own, resume_from_checkpoint: auto would take {newest.name};"
+    )
+    return (
+        f"{output_dir} holds checkpoints of an earlier run ({names}), and this one begins anew there: it overwrites model and "
+        f"results;{taken} later it is this run's that are taken. Valid: another training.output_dir; "
+        "training.resume_from_checkpoint: auto, to go on with the earlier run; or remove its checkpoints before"
+    )
+
+
 def seems_fit(folder: Path) -> bool:
     """Tell whether a run can go on from a checkpoint, as this process sees it: sizes of files are compared, not content."""
     return not (problem_of(folder, shares=0) or _incomplete(folder))

@@ -12,11 +12,14 @@ from typing import Any
 from rich.console import Console
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.utils import logging
 
-from hf_longctx.checkpoint.choice import begins_from, seems_fit
+from hf_longctx.checkpoint.choice import begins_from, left_by_earlier_run, seems_fit
 from hf_longctx.checkpoint.folder import checkpoints
 from hf_longctx.training.run_data import position_of, training_values
 from hf_longctx.training.trainer import LongContextTrainer
+
+logger = logging.get_logger(__name__)
 
 RESULTS = "results.json"
 FINISHED = "finished_at_step"
@@ -89,6 +92,8 @@ def announce(trainer: LongContextTrainer, start: Start, last: int, plan: str) ->
     """Say what is trained, from where, and what `plan` says of the step that comes next."""
     steps = trainer.training_steps()
     console = Console(highlight=False, soft_wrap=True)
+    if warning := left_by_earlier_run(trainer.args.resume_from_checkpoint, Path(trainer.args.output_dir)):
+        logger.warning(warning)
     weights = [(weight.numel(), weight.requires_grad) for weight in trainer.whole_parameters().values()]
     trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
     if trained < total:

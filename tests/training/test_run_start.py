@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
+from hf_longctx import cli
 from hf_longctx.config import load_config
 from hf_longctx.run import run
 from hf_longctx.training.trainer import LongContextTrainer
@@ -105,3 +106,17 @@ def test_a_run_that_is_interrupted_keeps_the_loss_before_it(file, monkeypatch):
     assert kept["eval_loss_before"] > 0
     assert "train_loss" not in kept
     assert "finished_at_step" not in kept
+
+
+def test_a_new_run_beside_the_checkpoints_of_an_earlier_one_warns_of_them(file, capsys, caplog):
+    anew = "training.resume_from_checkpoint=null"
+    once(file, anew)
+    assert "earlier run" not in caplog.text
+    once(file, anew, "training.max_steps=1")
+    warned = "out holds checkpoints of an earlier run (checkpoint-1, checkpoint-2), and this one begins anew there"
+    assert warned in caplog.text
+    assert "resume_from_checkpoint: auto would take checkpoint-2" in caplog.text
+    for override, says in ((anew, True), ("training.resume_from_checkpoint=auto", False)):
+        capsys.readouterr()
+        assert cli.main(["train", str(file), override, "--dry-run", "--ranks", "1"]) == 0
+        assert (warned in capsys.readouterr().out) == says

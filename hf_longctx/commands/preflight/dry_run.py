@@ -60,6 +60,7 @@ def dry_run(
     Raises:
         ValueError: what training would refuse.
     """
+    from hf_longctx.checkpoint.choice import left_by_earlier_run
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.hardware.devices import said_of_speeds
@@ -150,6 +151,9 @@ def dry_run(
     fits = _show_memory(console, run, room, tokens, capacity, share)
     if trace:
         show_trace(console, config, run, room, plan, topology.node_size, seconds)
+    asked, output = run.arguments.resume_from_checkpoint, run.arguments.output_dir
+    if warning := left_by_earlier_run(asked, Path(output or ".")):
+        console.print(f"\n{warning}", soft_wrap=True, markup=False)
     where = "on each node" if nodes > 1 else "with"
     console.print(f"\nStart it {where}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
     if nodes > 1:
