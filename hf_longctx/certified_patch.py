@@ -4,8 +4,11 @@ Llama, Mistral, Mixtral, BLOOM and MPT get attention classes of ours (hf_longctx
 first: its certificate says what the model needs, and that it is computed exactly (hf_longctx/certificate).
 """
 
+import os
 from typing import Any, TypeVar
 
+import torch
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longctx.certificate import accepted_certificate
@@ -51,6 +54,7 @@ def patch_model(
             (models/loss/head_check.py), its layers cannot be compiled in parts, or a setting is out of range. The model is then
             unchanged.
     """
+    refuse_no_model(model)
     language_model = language_model_of(model)
     traits = certificate = None
     if not attention_layers(model):
@@ -89,6 +93,7 @@ def from_pretrained(
 
     With `distributed_config=DistributedConfig(pp_size=p, tp_size=t)` each process reads its stage's part alone; a multiple of p *
     t processes makes stages of several HDP ranks. Needs transformers 5.19 or later."""
+    _refuse_no_path(path)
     refuse_loading_stages(kwargs.get("distributed_config"))
     with loading_stages():
         model = AutoModelForCausalLM.from_pretrained(path, **kwargs)
@@ -102,3 +107,27 @@ def from_pretrained(
         liger_kernels=liger_kernels,
         uncertified=uncertified,
     )
+
+
+def refuse_no_model(model: Any) -> None:
+    """Raise TypeError for what is no model that has been loaded, as a path is."""
+    if isinstance(model, torch.nn.Module):
+        return
+    shown = repr(model) if model is None or isinstance(model, (str, os.PathLike)) else f"a {type(model).__name__}"
+    raise TypeError(
+        f"model is {shown}: it must be a causal language model that has been loaded. Valid: hf_longctx.from_pretrained(path), or "
+        "a model of transformers"
+    )
+
+
+def _refuse_no_path(path: Any) -> None:
+    """Raise ValueError for a path at which nothing is, and which can be no name on the hub either."""
+    if os.path.exists(path):
+        return
+    try:
+        validate_repo_id(str(path))
+    except HFValidationError:
+        raise ValueError(
+            f"{str(path)!r} is no existing directory (relative to {os.getcwd()}), and no hub's org/name. Valid: a directory that "
+            "save_pretrained wrote, or the name of a model on the hub"
+        ) from None

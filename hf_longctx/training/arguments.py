@@ -7,6 +7,7 @@ from typing import Any
 from transformers import TrainingArguments
 from transformers.utils import logging
 
+from hf_longctx.certified_patch import refuse_no_model
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.parallel.reduction import refuse_uncounted_ranks
 from hf_longctx.parallel.sharding import fsdp_settings
@@ -77,7 +78,14 @@ def refuse(request: Request) -> None:
 
 
 def refuse_arguments(arguments: dict[str, Any]) -> None:
-    """Raises ValueError for arguments of Trainer that need what never exists here, or would silently be ignored."""
+    """Raises ValueError for arguments of Trainer that need what never exists here, or would silently be ignored; TypeError for a
+    model or a plugin that is none."""
+    if (model := arguments.get("model")) is not None:
+        refuse_no_model(model)
+    plugin = arguments.get("plugin")
+    if plugin is not None and not isinstance(plugin, LongContextPlugin):
+        shown = f"**{plugin!r}" if isinstance(plugin, dict) else "capacity=..."
+        raise TypeError(f"plugin={plugin!r} is a {type(plugin).__name__}. Valid: hf_longctx.LongContextPlugin({shown})")
     collator = arguments.get("data_collator")
     if collator is not None and not isinstance(collator, LengthAwareCollator):
         raise ValueError(

@@ -154,7 +154,7 @@ class LongContextMixin(_Trainer):
         """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes.
         `precision`: what `bf16: auto` came to, which `args` say already; None: somebody chose it.
         `uncertified`: take a model that could not be tested; see `hf_longctx.patch_model`."""
-        given = dict(zip(("model", "args", "data_collator"), args)) | kwargs
+        given = dict(zip(("model", "args", "data_collator"), args)) | kwargs | {"plugin": plugin}
         refuse_arguments(given)
         self.plugin = plugin or LongContextPlugin()
         self.precision = precision

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -277,3 +278,19 @@ def test_a_pickled_model_still_runs_over_layouts(family: str):
         plain = model(input_ids=ids).logits
     assert torch.equal(*logits)
     assert not torch.allclose(logits[0], plain)
+
+
+@pytest.mark.parametrize(("model", "shown"), [("some/where", "'some/where'"), (None, "None"), ({}, "a dict")])
+def test_what_is_no_loaded_model_is_refused_with_what_loads_one(model, shown):
+    reason = (
+        f"model is {shown}: it must be a causal language model that has been loaded. Valid: hf_longctx.from_pretrained"
+    )
+    with pytest.raises(TypeError, match=re.escape(reason)):
+        patch_model(model)
+
+
+def test_a_path_without_a_model_is_said_to_be_none(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"nowhere' is no existing directory \(relative to .*\), and no hub's org/name"
+    ):
+        hf_longctx.from_pretrained(str(tmp_path / "nowhere"))

@@ -9,7 +9,7 @@ import pytest
 import yaml
 from datasets import Dataset, DatasetDict
 
-from hf_longctx import LongContextPlugin
+from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.cli import main
 from hf_longctx.commands.preflight import run_memory
 from hf_longctx.commands.preflight.run_memory import planned_run
@@ -194,3 +194,13 @@ def test_what_transformers_refuses_late_is_refused_in_the_file(file: Path):
     ):
         with pytest.raises(ConfigError, match=rule):
             load_config(file, [setting])
+
+
+def test_a_trainer_says_what_a_model_and_a_plugin_must_be(tmp_path: Path):
+    args = stated({"output_dir": str(tmp_path)})
+    with pytest.raises(TypeError, match=r"model is 'some/where': .*Valid: hf_longctx\.from_pretrained\(path\)"):
+        LongContextTrainer(model="some/where", args=args)
+    with pytest.raises(
+        TypeError, match=r"plugin=\{'capacity': 4\} is a dict\. Valid: .*Plugin\(\*\*\{'capacity': 4\}\)"
+    ):
+        LongContextTrainer(tiny_llama(), args, plugin={"capacity": 4})
