@@ -144,6 +144,19 @@ def test_as_many_documents_as_are_wanted_are_drawn_of_a_distribution(name: str, 
     assert 49_800 <= int(re.search(r"([\d,]+) tokens", described)[1].replace(",", "")) <= 50_000  # type: ignore[index]
 
 
+def test_a_document_that_no_rank_can_hold_is_named_by_its_row_in_whichever_step_it_is(
+    plan: Any, capsys: pytest.CaptureFixture[str], model: str, tmp_path: Path
+):
+    file = tmp_path / "lengths.txt"
+    file.write_text("\n".join(["50"] * 6 + ["900", "50"]) + "\n")
+    longest = f"row 6 of {file} has 900 tokens; 4 ranks x 100 tokens of capacity hold 400. It needs a capacity >= 225"
+    one = ("--documents", "1", "--planner", "hdp")
+    assert any(line.startswith(longest) and "training refuses it" in line for line in plan(str(file), *one))
+    arguments = ("plan", str(file), *RANKS, "--model", model, "--device", "cpu", *one, "--steps", "8")
+    assert longest in refused(capsys, *arguments)
+    assert all("training refuses it" not in line for line in plan(str(file), *one, "--long-documents", "split"))
+
+
 def test_every_distribution_is_named_in_help(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "1000")
     assert cli.main(["plan", "--help"]) == 0

@@ -22,10 +22,15 @@ if TYPE_CHECKING:
     import numpy as np
     from rich.table import Table
 
+    from hf_longctx.data.long_documents import Pieces
     from hf_longctx.planner import CostModel, Mode, Planner, StepPlan, Topology
 
 MICRO_BATCHES = 4
 """Micro-batches of each rank in a step of the default size: enough to balance."""
+
+
+CUT_LONG = ", or --long-documents truncate, split or drop"
+"""Remedy for a document that is too long."""
 
 
 @dataclass(frozen=True)
@@ -122,15 +127,21 @@ def plan(
         model=model,
     )
     limit = longest_allowed if longest_document or long_documents != "error" else None
-    lengths = source.pieces(long_documents, limit).lengths
+    pieces = source.pieces(long_documents, limit)
+    lengths = pieces.lengths
     epoch = GlobalBatches(lengths, seed, documents=documents, tokens=tokens).epoch(0)
     batches = [lengths[batch] for batch in epoch[:steps]]
+    too_long = _too_long(pieces, topology, source.name)
+    if too_long and topology.longest_document < max(int(batch.max()) for batch in batches):
+        raise ValueError(too_long)
 
     console = screen()
     devices = f"{ranks} x {device}" if stages == 1 else f"{ranks} x {stages} stages, {ranks * stages} x {device}"
     title = f"{source.name}, {model} on {devices}, {capacity:,} tokens per rank, {mode}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
+    if too_long:
+        console.print(f"{escape(too_long)}. It is not among these steps; training refuses it", soft_wrap=True)
     if on.note:
         console.print(on.note, soft_wrap=True)
     for note in counting_notes(config):
@@ -147,6 +158,19 @@ def plan(
     if output is not None:
         for path in _write(results, output, batches[0], title, kv_bytes):
             console.print(f"written: {escape(str(path))}", soft_wrap=True)
+
+
+def _too_long(pieces: Pieces, topology: Topology, name: str) -> str:
+    """Say which of all documents, by its row, is longer than all ranks hold, and what would hold it; "": none is."""
+    longest = int(pieces.lengths.argmax())
+    row = f"row {pieces.document[longest]:,} of {name}"
+    try:
+        topology.refuse_too_long(
+            int(pieces.lengths[longest]), f"a piece of {row}" if pieces.is_part(longest) else row, CUT_LONG
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def _plan_all(
