@@ -335,6 +335,11 @@ def test_the_first_screen_says_what_has_not_run_and_what_the_weights_are():
     assert "100 to 500 where they have AMX" in commands
 
 
+def test_those_who_ran_the_quickstart_are_told_to_activate_its_environment():
+    for name in ("README.md", "docs/quickstart.md", "scripts/quickstart.sh"):
+        assert "source .venv/bin/activate" in (ROOT / name).read_text(), name
+
+
 def test_no_page_denies_what_runs_or_claims_what_was_never_measured():
     """Statements that were once true of pipelines and sharding, and the layouts that the table of attention is of."""
     pages = {page.name: " ".join(page.read_text().split()) for page in PAGES}
