@@ -25,6 +25,7 @@ from transformers.trainer_utils import HubStrategy
 
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.models.adapters.peft_adapters import copies_of_tied
 from hf_longctx.models.general import layers_drawn
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.parallel.sharding import expert_parallel, is_sharded, tensor_parallel
@@ -203,6 +204,19 @@ def _layers_drawn(request: Request, plugin: LongContextPlugin) -> Iterator[Probl
         )
 
 
+def _tied_copies(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
+    sharding = request.sharding or plugin.sharding
+    if sharding in ("auto", "ddp"):
+        return
+    if copied := copies_of_tied(request.model):
+        yield (
+            "sharding",
+            f"{sharding!r} with modules_to_save={copied}: embeddings and output head share a weight, which FSDP2 cannot hold "
+            "where a copy of it that is trained is not shared alike. "
+            "Valid: LoraConfig(..., ensure_weight_tying=True), or sharding='ddp'",
+        )
+
+
 def _size(model: Any, name: str) -> int | None:
     """A number of the language model's configuration, or the largest that divides those of all its layers; None: not known, or
     not one that it has."""
@@ -358,5 +372,6 @@ OF_PLUGIN: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...]
     _plan_offload,
     _arrangement,
     _layers_drawn,
+    _tied_copies,
     _pipeline,
 )

@@ -22,6 +22,8 @@ from hf_longctx.models.stages import cut_of
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output head. PEFT's own meaning depends on its version: lately it adds Mixtral's router and
 experts, for which it makes a whole weight matrix of each expert in every forward."""
+ORIGINAL = ".original_module."
+"""In names of weights of which PEFT trains a copy: what they were."""
 ROW_ADAPTERS = {
     **dict.fromkeys(
         ("ADAPTION_PROMPT", "POLY", "XLORA", "SHADOW", "LILY"),
@@ -169,6 +171,20 @@ def refuse_row_adapters(model: Any) -> None:
             raise ValueError(
                 f"the adapter {name!r} ({method}) {reason}. Valid: methods that act on each token alone, for instance LoRA"
             )
+
+
+def copies_of_tied(model: Any) -> list[str]:
+    """List the modules of which a PEFT model trains a copy (`modules_to_save`) beside a weight that they share with others, where
+    nothing ties the copies (`ensure_weight_tying`)."""
+    configs = (getattr(model, "peft_config", None) or {}).values()
+    copying = [config for config in configs if getattr(config, "modules_to_save", None)]
+    if all(getattr(config, "ensure_weight_tying", False) for config in copying):
+        return []
+    names_of: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of.setdefault(id(parameter), []).append(name)
+    shared = [name for names in names_of.values() if len(names) > 1 for name in names]
+    return [name.partition(ORIGINAL)[0].rpartition(".")[2] for name in shared if ORIGINAL in name]
 
 
 def _prefixes(name: str) -> list[str]:

@@ -26,6 +26,9 @@ from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze, refuse_row_adapters
 from hf_longctx.models.attention import is_patched
 from hf_longctx.planner import GlobalBatches
+from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.training.refusals import problems
+from hf_longctx.training.request import Request, stated
 from tests.builders.tiny_models import tiny_general, tiny_llama, tiny_mixtral
 from tests.builders.training_runs import ANY_MODELS, MODELS, Rows, Run, arguments, documents, reference, train
 from tests.worlds.rank_pool import RankPool
@@ -290,3 +293,22 @@ def test_weights_of_four_bits_say_what_is_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="load_in_4bit needs a CUDA device, and torch sees none"):
         four_bit_weights(torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
+def test_a_copy_of_a_tied_weight_is_refused_where_fsdp_would_hold_both(name: str):
+    def refused(sharding: Any, tied: bool, ensure: bool) -> list[tuple[str, str]]:
+        model = tiny_llama(tie_word_embeddings=tied)
+        lora = LoraConfig(
+            r=2, target_modules=["q_proj"], modules_to_save=[name], task_type="CAUSAL_LM", ensure_weight_tying=ensure
+        )
+        plugin = LongContextPlugin(capacity=8, sharding=sharding)
+        return problems(Request(stated({}), plugin, get_peft_model(model, lora), 2, sharding))
+
+    for sharding in ("zero1", "zero3"):
+        ((key, rule),) = refused(sharding, tied=True, ensure=False)
+        assert (key, rule.startswith(f"'{sharding}' with modules_to_save=['{name}']: ")) == ("sharding", True)
+        assert "ensure_weight_tying=True" in rule
+        assert not refused(sharding, tied=True, ensure=True)
+    assert not refused("zero3", tied=False, ensure=False)
+    assert not refused("ddp", tied=True, ensure=False)
