@@ -95,24 +95,26 @@ class LengthIndex:
         return digest.hexdigest()
 
     @classmethod
-    def from_dataset(cls, dataset: Any) -> "LengthIndex":
+    def from_dataset(cls, dataset: Any, vocabulary: int | None = None) -> "LengthIndex":
         """Reads the lengths of `input_ids` and counts the label tokens of `labels`, where there are any.
 
         Args:
             dataset: a `datasets.Dataset`, or anything with `len()` and integer indexing that gives mappings: lists of
                 dicts, torch data sets. Sequences may be lists, numpy arrays or torch tensors, [T].
+            vocabulary: tokens of the model; documents that are read one by one must hold no others. What is stored is left to
+                `refuse_tokens_outside`.
 
         Raises:
             TypeError: not an indexable data set, or columns that are not sequences of integers.
             ValueError: no column `input_ids`, labels of another length than the tokens, rows that are several documents
-                (packed.py), hold images, sound or video (media.py) or masks instead of labels (masks.py), and what LengthIndex
-                refuses.
+                (packed.py), hold images, sound or video (media.py), masks instead of labels (masks.py) or other tokens, and what
+                LengthIndex refuses.
         """
         known = getattr(dataset, "index", None)
         # A prepared data set brings its own; a copy of it with other columns has another fingerprint.
         if isinstance(known, cls) and known.content == getattr(dataset, "_fingerprint", known.content):
             return known
-        lengths, label_tokens = _from_arrow(dataset) if is_stored(dataset) else _from_documents(dataset)
+        lengths, label_tokens = _from_arrow(dataset) if is_stored(dataset) else _from_documents(dataset, vocabulary)
         return cls(lengths, label_tokens)
 
 
@@ -225,7 +227,7 @@ def _count_label_tokens(labels: pa.Array, row: np.ndarray, start: np.ndarray, st
     return count[first + stop] - count[first + np.minimum(start + 1, stop)]
 
 
-def _from_documents(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
+def _from_documents(dataset: Any, vocabulary: int | None) -> tuple[np.ndarray, np.ndarray]:
     """int64 [documents] each: lengths and label tokens."""
     if isinstance(dataset, Mapping):
         raise TypeError(
@@ -248,6 +250,8 @@ def _from_documents(dataset: Any) -> tuple[np.ndarray, np.ndarray]:
         if reason := packed_reason(row, int(lengths[doc])) or mask_reason(row):
             raise ValueError(f"document {doc}: {reason}")
         label_tokens[doc] = max(lengths[doc] - 1, 0)
+        if vocabulary is not None:
+            _refuse_tokens_of(row, doc, vocabulary)
         if "labels" in row:
             labels = _integers(row, "labels", doc)
             label_lengths[doc], label_tokens[doc] = len(labels), np.count_nonzero(labels[1:] != IGNORE_INDEX)
@@ -263,6 +267,27 @@ def _integers(row: Mapping[str, Any], name: str, doc: int) -> np.ndarray:
             f"{name} of document {doc} must be one sequence of integers, got {values.dtype} of shape {values.shape}"
         )
     return values
+
+
+def _refuse_tokens_of(row: Mapping[str, Any], doc: int, vocabulary: int) -> None:
+    """Raises ValueError for token ids and labels of a document that a model with this vocabulary cannot take."""
+    for name in ("input_ids", "labels"):
+        values = _integers(row, name, doc) if name in row else np.zeros(0, np.int64)
+        outside = (values < 0) | (values >= vocabulary)
+        if name == "labels":
+            outside &= values != IGNORE_INDEX
+        if outside.any():
+            at = int(outside.argmax())
+            raise ValueError(
+                f"document {doc} holds {values[at]} at position {at} of {name!r}; {_allowed(name, vocabulary)}"
+            )
+
+
+def _allowed(name: str, vocabulary: int) -> str:
+    """Say which values a column may hold."""
+    ignored = f", or {IGNORE_INDEX} where nothing is learned" if name == "labels" else ""
+    valid = f"0 to {vocabulary - 1}{ignored}"
+    return f"the model's vocabulary has {vocabulary} tokens, so they must lie in {valid}. Was another tokenizer used?"
 
 
 def _require_input_ids(names: list[str], introduction: str) -> None:
@@ -285,8 +310,8 @@ def _require_equal_lengths(lengths: np.ndarray, label_lengths: np.ndarray) -> No
 def refuse_tokens_outside(dataset: Any, vocabulary: int) -> None:
     """Raises ValueError for token ids and labels that a model with this vocabulary cannot take, before training begins.
 
-    Reads Arrow columns only: two passes at memory speed. Other data sets would have to be walked twice; their bad
-    tokens are found when they are used.
+    Reads Arrow columns only: two passes at memory speed. Documents of other data sets are looked at where their lengths are
+    read (`LengthIndex.from_dataset`).
     """
     if not is_stored(dataset):
         return
@@ -312,8 +337,6 @@ def _refuse_values_outside(name: str, column: pa.ChunkedArray, vocabulary: int) 
             values = values.filter(pc.not_equal(values, IGNORE_INDEX))
         limits = pc.min_max(values).as_py()
         if len(values) and not 0 <= limits["min"] <= limits["max"] < vocabulary:
-            ignored = f", or {IGNORE_INDEX} where nothing is learned" if name == "labels" else ""
             raise ValueError(
-                f"the column {name!r} holds values from {limits['min']} to {limits['max']}; the model's vocabulary has "
-                f"{vocabulary} tokens, so they must lie in 0 to {vocabulary - 1}{ignored}. Was another tokenizer used?"
+                f"the column {name!r} holds values from {limits['min']} to {limits['max']}; {_allowed(name, vocabulary)}"
             )

@@ -62,8 +62,9 @@ class RunData:
     ) -> PlannedSteps:
         """Plan steps over a data set; `begin` is called before long documents are cut."""
         trainer, plugin = self._trainer, self._trainer.plugin
-        index = LengthIndex.from_dataset(dataset)
-        refuse_tokens_outside(dataset, trainer.model.config.get_text_config().vocab_size)
+        vocabulary = trainer.model.config.get_text_config().vocab_size
+        index = LengthIndex.from_dataset(dataset, vocabulary)
+        refuse_tokens_outside(dataset, vocabulary)
         topology = Topology(
             world_size=trainer.world.ranks,
             capacity=plugin.capacity,

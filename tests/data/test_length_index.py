@@ -154,6 +154,35 @@ def test_bad_data_sets(stored, rows_given, error, message):
     assert re.search(message, str(raised.value))
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"input_ids": [5, 99, 7]}, "document 1 holds 99 at position 1 of 'input_ids'; .* 64 tokens.* 0 to 63. Was"),
+        ({"input_ids": [5, -1]}, "document 1 holds -1 at position 1 of 'input_ids'"),
+        (
+            {"input_ids": [5, 6], "labels": [-100, 64]},
+            "document 1 holds 64 at position 1 of 'labels'; .* or -100 where",
+        ),
+    ],
+)
+def test_tokens_outside_the_vocabulary_are_found_as_lengths_are_read(row: dict[str, list[int]], message: str):
+    """Lists are walked anyway; what is stored has a pass of its own."""
+    rows = [{"input_ids": [0, 63], "labels": [-100, 63]}, row]
+    with pytest.raises(ValueError, match=message):
+        LengthIndex.from_dataset(rows, 64)
+    assert LengthIndex.from_dataset(rows).lengths.tolist() == [2, len(row["input_ids"])]
+    assert LengthIndex.from_dataset(rows[:1], 64).lengths.tolist() == [2]
+
+
+def test_tokens_that_a_transform_makes_are_looked_at():
+    dataset = Dataset.from_dict({"text": ["a", "bb"]}).with_transform(
+        lambda batch: {"input_ids": [[len(text)] * 3 for text in batch["text"]]}
+    )
+    assert LengthIndex.from_dataset(dataset, 3).lengths.tolist() == [3, 3]
+    with pytest.raises(ValueError, match="document 1 holds 2 at position 0 of 'input_ids'"):
+        LengthIndex.from_dataset(dataset, 2)
+
+
 def test_what_is_not_a_data_set():
     split = Dataset.from_dict({"input_ids": [[1, 2]]})
     with pytest.raises(TypeError, match="a mapping with the splits 'train', 'test'"):
