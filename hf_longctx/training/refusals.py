@@ -112,6 +112,12 @@ def _checkpointing(request: Request) -> Iterator[Problem]:
             "gradient_checkpointing_kwargs",
             f"{settings} means use_reentrant=True, which runs backward inside backward; add 'use_reentrant': False",
         )
+    if checkpoints and request.on_cpu and settings.get("offload"):
+        yield (
+            "gradient_checkpointing_kwargs",
+            f"'offload': {settings['offload']} moves what layers keep from a GPU to pinned host memory, and "
+            "ranks compute on CPUs; take it out",
+        )
 
 
 def _is_reentrant(checkpointing: Any) -> bool:

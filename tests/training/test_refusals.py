@@ -47,6 +47,13 @@ ALIKE: dict[str, tuple[dict[str, Any], str]] = {
         },
         "means use_reentrant=True",
     ),
+    "offload of a processor": (
+        {
+            "training.gradient_checkpointing": True,
+            "training.gradient_checkpointing_kwargs": {"use_reentrant": False, "offload": True},
+        },
+        "'offload': True moves what layers keep from a GPU",
+    ),
     "accumulation": (
         {"training.accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 2}}},
         "gradient_accumulation_kwargs.num_steps: 2: use gradient_accumulation_steps",
