@@ -48,8 +48,20 @@ def _configuration(model: str) -> Any:
     """A configuration of transformers for a directory, a published model or a model type."""
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.commands.shared.models import published_sizes, transformers_config
+    from hf_longctx.settings.fields import did_you_mean, is_misspelt
 
     if (sizes := published_sizes(model)) is not None:
         return transformers_config(sizes)
-    return CONFIG_MAPPING[model]() if model in CONFIG_MAPPING else AutoConfig.from_pretrained(model)
+    if model in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model]()
+    refusal = f"{model!r} is no directory, no model of the hub that can be read and no model type of transformers"
+    near = did_you_mean(model, CONFIG_MAPPING)
+    if near and not Path(model).exists() and is_misspelt(model, CONFIG_MAPPING):
+        raise ValueError(f"{refusal}{near}")
+    refuse_unreachable(model)
+    try:
+        return AutoConfig.from_pretrained(model)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{refusal}{near}: {str(error).splitlines()[0]}") from error

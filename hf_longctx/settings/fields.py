@@ -116,6 +116,13 @@ def did_you_mean(given: Any, valid: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+def is_misspelt(given: str, valid: Iterable[str]) -> bool:
+    """Tell whether a model's name is a valid one but for a letter or two, and so need not be asked of the hub: old names there
+    have no organisation either, but more than that of a family (gpt2-medium)."""
+    near = difflib.get_close_matches(given.lower(), valid, n=1, cutoff=0.8)
+    return bool(near) and not given.lower().startswith(f"{near[0]}-")
+
+
 def beside(path: str) -> str:
     """ "; did you mean ...?" of what is called nearly so, in the folder in which there is no such `path`."""
     home = os.path.expanduser(path)

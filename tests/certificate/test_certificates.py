@@ -472,3 +472,13 @@ def test_what_a_model_is_given_beside_tokens_is_refused():
     for keyword in ({"logits_to_keep": 1}, {"inputs_embeds": torch.zeros(1, 9, 64)}, {"anything": "else"}):
         with pytest.raises(ValueError, match=rf"{next(iter(keyword))}.* came with a layout"):
             model(input_ids=torch.arange(9)[None], layout=layout, **keyword)
+
+
+def test_a_misspelt_model_type_is_said_to_be_one_before_the_hub_is_asked(capsys, monkeypatch):
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("the hub is asked")
+
+    monkeypatch.setattr("hf_longctx.commands.shared.costs.refuse_unreachable", asked)
+    assert main(["certify", "lama"]) == 2
+    reason = "'lama' is no directory, no model of the hub that can be read and no model type of transformers"
+    assert f"{reason}; did you mean 'llama'?" in " ".join(capsys.readouterr().err.split())

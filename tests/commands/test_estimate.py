@@ -124,6 +124,8 @@ def test_what_an_all_to_all_brings_is_kept_with_attention(capsys):
         (["llama-7b", "--gpus", "2", "--memory", "-1"], "--memory -1 must be positive"),
         (["mistral-8x7b", "--gpus", "2", "--lora", "8", "--lora-targets", "w1"], "experts are no torch.nn.Linear"),
         (["/no/such/model", "--gpus", "2"], "'/no/such/model' is no preset"),
+        (["qwen3-8c", "--gpus", "2"], "gemma-2-9b, gemma-3-12b-pt"),
+        (["qwen3-8c", "--gpus", "2"], "did you mean 'qwen3-8b'?"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_estimated(capsys, arguments: list[str], message: str):

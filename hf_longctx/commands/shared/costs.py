@@ -14,10 +14,10 @@ from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.hardware.devices import CPU_DEVICES, read_cluster
 from hf_longctx.hardware.model_sizes import counted_model
-from hf_longctx.hardware.published import ARCHITECTURES, Architecture, hub_id
+from hf_longctx.hardware.published import ARCHITECTURES, PUBLISHED, Architecture, hub_id
 from hf_longctx.planner import RankSpeed
 from hf_longctx.precision import cpu_core, decide_for, kind_of
-from hf_longctx.settings.fields import beside
+from hf_longctx.settings.fields import beside, did_you_mean, is_misspelt
 from hf_longctx.settings.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
 
 HUB_SECONDS = 10.0
@@ -54,13 +54,18 @@ def read_config(model: str) -> Any:
         return sizes if isinstance(sizes, Architecture) else transformers_config(sizes)
     from transformers import AutoConfig
 
+    well_known = sorted({known.rpartition("/")[2].lower() for known in PUBLISHED})
+    names = [*ARCHITECTURES, *well_known]
+    near = "" if "/" in model else did_you_mean(model, names)
+    refusal = f"--model {model!r} is no preset ({', '.join(ARCHITECTURES)}), no well-known model ({', '.join(well_known)}){near}"
+    if near and not Path(model).exists() and is_misspelt(model, names):
+        raise ValueError(refusal)
     try:
         refuse_unreachable(model)
         return AutoConfig.from_pretrained(_path(model))
     except (OSError, ValueError) as error:
         raise ValueError(
-            f"--model {model!r} is no preset ({', '.join(ARCHITECTURES)}), and transformers finds no configuration of that name: "
-            f"{str(error).splitlines()[0]}"
+            f"{refusal}, and transformers finds no configuration of that name: {str(error).splitlines()[0]}"
         ) from error
 
 
