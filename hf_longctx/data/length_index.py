@@ -279,7 +279,8 @@ def _refuse_tokens_of(row: Mapping[str, Any], doc: int, vocabulary: int) -> None
         if outside.any():
             at = int(outside.argmax())
             raise ValueError(
-                f"document {doc} holds {values[at]} at position {at} of {name!r}; {_allowed(name, vocabulary)}"
+                f"document {doc} holds {values[at]} at position {at} of {name!r}; the model's vocabulary has "
+                f"{vocabulary} tokens, {_allowed(name, vocabulary)}"
             )
 
 
@@ -287,7 +288,7 @@ def _allowed(name: str, vocabulary: int) -> str:
     """Say which values a column may hold."""
     ignored = f", or {IGNORE_INDEX} where nothing is learned" if name == "labels" else ""
     valid = f"0 to {vocabulary - 1}{ignored}"
-    return f"the model's vocabulary has {vocabulary} tokens, so they must lie in {valid}. Was another tokenizer used?"
+    return f"so they must lie in {valid}. Was another tokenizer used?"
 
 
 def _require_input_ids(names: list[str], introduction: str) -> None:
@@ -338,5 +339,6 @@ def _refuse_values_outside(name: str, column: pa.ChunkedArray, vocabulary: int) 
         limits = pc.min_max(values).as_py()
         if len(values) and not 0 <= limits["min"] <= limits["max"] < vocabulary:
             raise ValueError(
-                f"the column {name!r} holds values from {limits['min']} to {limits['max']}; {_allowed(name, vocabulary)}"
+                f"the column {name!r} holds values from {limits['min']} to {limits['max']}; the model's vocabulary has "
+                f"{vocabulary} tokens, {_allowed(name, vocabulary)}"
             )

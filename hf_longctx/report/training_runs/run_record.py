@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from hf_longctx.hardware.config_fields import field_values
 from hf_longctx.planner.plan import COLUMNS, SCALARS, StepPlan
 from hf_longctx.planner.topology import Topology
 from hf_longctx.redaction import redacted
@@ -135,11 +136,11 @@ def _slow_step(steps: Any, slow: Any) -> dict[str, Any]:
 def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) -> dict[str, Any]:
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     config = bare.config
+    text = config.get_text_config()
     sizes = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
     weights = [(weight.numel(), weight.requires_grad) for weight in parameters.values()]
-    dimensions = {name: getattr(config, name) for name in (*sizes, "max_position_embeddings") if hasattr(config, name)}
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    values_of = {name: field_values(text, name) for name in (*sizes, "max_position_embeddings")}
+    dimensions = {name: values[0] if len(values) == 1 else values for name, values in values_of.items() if values}
     adapters = getattr(model, "peft_config", None)
     return dimensions | {
         "architecture": type(bare).__name__.removeprefix("FSDP"),
@@ -147,7 +148,7 @@ def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) ->
         "parameters": sum(count for count, _ in weights),
         "trained_parameters": sum(count for count, learns in weights if learns),
         "dtype": str(bare.dtype).removeprefix("torch."),
-        "rope": redacted(getattr(config, "rope_parameters", None)),
+        "rope": redacted(getattr(text, "rope_parameters", None)),
         "adapter": {
             "kind": str(getattr(adapter.peft_type, "value", adapter.peft_type)),
             "r": getattr(adapter, "r", None),
@@ -155,8 +156,19 @@ def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) ->
         }
         if adapters and (adapter := next(iter(adapters.values())))
         else None,
-        "kv_elements_per_token": 2 * config.num_hidden_layers * kv_heads * head_dim,
+        "kv_elements_per_token": _kv_elements(text),
     }
+
+
+def _kv_elements(config: Any) -> int | None:
+    """Count the elements of keys and values of a token, in layers with most heads; None where no field says how many heads."""
+    heads, kv_heads, head_dim = (
+        max(field_values(config, name), default=0)
+        for name in ("num_attention_heads", "num_key_value_heads", "head_dim")
+    )
+    if not heads:
+        return None
+    return 2 * config.num_hidden_layers * (kv_heads or heads) * (head_dim or config.hidden_size // heads)
 
 
 def _data(trainer: Any, datasets: Sequence[str], sources: Sequence[str]) -> dict[str, Any]:
