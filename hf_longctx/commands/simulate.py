@@ -138,7 +138,7 @@ def simulate(
             failed[devices, longest] = error
     if not results:
         raise next(iter(failed.values()))
-    console.print(_table(results))
+    console.print(sweep_table(results))
     if any(outcome.run.recompute for result in results for outcome in result.outcomes):
         console.print("r: activations are recomputed, which is faster or the only way to fit")
     if stages > 1 and schedule in ("gpipe", "interleaved"):
@@ -227,7 +227,7 @@ def _simulate(
     return Simulated(devices, context, outcomes, refused)
 
 
-def _table(results: Sequence[Simulated]) -> Table:
+def sweep_table(results: Sequence[Simulated]) -> Table:
     """One row per size and planner; a step on average."""
     from rich.table import Table
 
@@ -265,8 +265,8 @@ def _table(results: Sequence[Simulated]) -> Table:
                 f"{speed / static:.2f}" if static else "-",
                 f"{outcome.mfu:.1%}",
                 f"{outcome.seconds:.3g} s",
-                f"{outcome.idle_share:.1%}",
-                f"{outcome.exposed_share:.1%}",
+                f"{outcome.idle_share:z.1%}",
+                f"{outcome.exposed_share:z.1%}",
                 f"{outcome.run.tokens_per_rank:,}{' r' if outcome.run.recompute else '  '}",
                 short_bytes(outcome.memory),
                 short_bytes(round(outcome.bytes_of("inside"))),

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from matplotlib.image import imread
 
 from hf_longctx.commands.shared.tokens import size_of
-from hf_longctx.commands.simulate import read_axes, simulate
+from hf_longctx.commands.simulate import Simulated, read_axes, simulate, sweep_table
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.published import ARCHITECTURES
@@ -237,3 +238,13 @@ def test_a_sweeps_picture_has_a_panel_for_each_value_of_the_shorter_axis(tmp_pat
     assert sweep_figure(along_context, "title").axes[0].get_title() == "8 devices"
     draw_sweep(points[:1], tmp_path / "one.png", "title")
     assert imread(tmp_path / "one.png").std() > 0
+
+
+def test_the_table_shows_no_share_below_nothing():
+    """A rank that is never idle has a share of rounding alone."""
+    run = SimpleNamespace(tokens_per_rank=8, recompute=False)
+    shares = {"idle_share": -1e-9, "exposed_share": 0.25, "mfu": 0.5}
+    numbers = {"tokens_per_second": 1.0, "seconds": 1.0, "memory": 1, "bytes_of": lambda where: 0}
+    outcome: Any = SimpleNamespace(planner="hdp", run=run, **shares, **numbers)
+    columns = {column.header: list(column.cells) for column in sweep_table([Simulated(2, 8, [outcome], {})]).columns}
+    assert (columns["idle"], columns["exposed"]) == (["0.0%"], ["25.0%"])
