@@ -43,6 +43,8 @@ KeyPath = tuple[str, ...]
 Problems = list[tuple[KeyPath, str]]
 
 MERGE = "tag:yaml.org,2002:merge"
+YAML_SIGNS = tuple("*&@%`")
+"""What no plain text of YAML begins with, and wildcards and names may."""
 
 
 class ConfigError(ValueError):
@@ -253,7 +255,8 @@ def _apply_override(override: str, data: dict[str, Any], origin: dict[KeyPath, s
     try:
         value = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError) as error:
-        problems.append(((), f"{source}: the value is not valid YAML: {_yaml_rule(error)}"))
+        quoted = f"; write a text that begins so in quotes: '{dotted}=\"{text}\"'" if text[:1] in YAML_SIGNS else ""
+        problems.append(((), f"{source}: the value is not valid YAML: {_yaml_rule(error)}{quoted}"))
         return
     for depth, key in enumerate(parents, start=1):
         if data.get(key) is None:

@@ -151,6 +151,12 @@ def test_yaml_that_is_none_is_one_line(capsys):
     assert line.startswith("error: run.yaml: line 3: not valid YAML: ")
 
 
+def test_a_wildcard_of_an_override_is_to_be_quoted(capsys):
+    Path("run.yaml").write_text("\n".join(BASE) + "\n")
+    assert main(["config", "run.yaml", "data.pattern=**/*.txt"]) == 2
+    assert """in quotes: 'data.pattern="**/*.txt"'""" in capsys.readouterr().err
+
+
 def test_numbers_that_yaml_takes_for_text_are_numbers():
     Path("run.yaml").write_text("\n".join(BASE).replace("global_batch_documents: 9", "activation_offload: 5e-1") + "\n")
     assert load_config("run.yaml").longctx.activation_offload == 0.5
