@@ -243,8 +243,8 @@ def _announce(trials: Sequence[Any]) -> None:
     """Say how much there is to read in what was not asked for by name."""
     tokens = sum(len(trial.prompt) + len(trial.answer) for trial in trials)
     typer.echo(
-        f"{' and '.join(RETRIEVAL)}: {len(trials)} texts of {tokens:,} tokens; --lengths, --depths and --trials make them fewer, "
-        f"--tasks {','.join(LOSSES)} leaves them out",
+        f"{' and '.join(RETRIEVAL)}: {len(trials)} texts, together {tokens:,} tokens; --lengths, --depths and --trials make them "
+        f"fewer, --tasks {','.join(LOSSES)} leaves them out",
         err=True,
     )
 

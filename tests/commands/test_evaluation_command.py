@@ -149,7 +149,8 @@ def test_only_what_is_asked_for_is_measured_and_tokens_need_no_tokenizer(folder:
     assert without_environment(tmp_path / "out").keys() == evaluation.keys() | {"by_position"}
     evaluate_on_rank(CPU, None, wanted(folder, None, against=None, tasks=None, near=0, depths=1))
     assert (
-        "passkey and needle: 4 texts of 2,100 tokens; --lengths, --depths and --trials make" in capsys.readouterr().err
+        "passkey and needle: 4 texts, together 2,100 tokens; --lengths, --depths and --trials make"
+        in capsys.readouterr().err
     )
     byte_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="have different vocabularies"):
