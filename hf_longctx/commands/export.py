@@ -74,7 +74,7 @@ def export(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise ValueError(f"{output} exists and is not an empty directory: give another OUTPUT, or remove it")
     refuse_unwritable(output.parent, f"OUTPUT {output}")
-    refuse_file_size(max_file_size)
+    file_bytes(max_file_size)
     source = Path(resolved(str(checkpoint)))
     if (source / MANIFEST).is_file() and (problem := problem_of(source)):
         raise CheckpointError(f"{problem}: this checkpoint cannot be exported; take another one")
@@ -115,11 +115,12 @@ def _say(output: Path, what: str, source: Path) -> None:
             print(f"  {path.relative_to(output)}  {path.stat().st_size:,} bytes")
 
 
-def refuse_file_size(given: str) -> None:
-    """Raises ValueError unless it is a size as huggingface_hub reads it, of a byte at least."""
+def file_bytes(given: str) -> int:
+    """Read a size as huggingface_hub does. Raises ValueError unless it is one, of a byte at least."""
     match = re.fullmatch(r"(\d+(\.\d+)?)([KMGT]B)", given.strip(), re.IGNORECASE)
     if not match or float(match[1]) == 0:
         raise ValueError(f"--max-file-size {given!r} must be a number and one of KB, MB, GB, TB; for instance 5GB")
+    return int(float(match[1]) * 1000 ** (1 + "KMGT".index(match[3][0].upper())))
 
 
 def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -> None:
@@ -155,6 +156,12 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )
+    if larger := [
+        f"{file} ({size:,} bytes)"
+        for file, names in split.filename_to_tensors.items()
+        if (size := sum(planned[name].nbytes for name in names)) > file_bytes(max_file_size)
+    ]:
+        typer.echo(f"one weight alone is larger than --max-file-size {max_file_size}: {', '.join(larger)}", err=True)
     for file, names in split.filename_to_tensors.items():
         file_weights: dict[str, torch.Tensor] = {}
         for name in dict.fromkeys(origin[part_name] for part_name in names):

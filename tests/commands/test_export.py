@@ -53,7 +53,7 @@ def test_a_checkpoint_becomes_a_plain_model(saved: Any, tmp_path: Path, capsys: 
     assert torch.equal(logits(exported), logits(AutoModelForCausalLM.from_pretrained(checkpoint)))
 
 
-def test_weights_are_cast_and_split_and_the_tokenizer_comes_along(tmp_path: Path):
+def test_weights_are_cast_and_split_and_the_tokenizer_comes_along(tmp_path: Path, capsys: Any):
     model = tiny_llama(tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "saved")
     word_tokenizer().save_pretrained(tmp_path / "saved")
@@ -62,6 +62,12 @@ def test_weights_are_cast_and_split_and_the_tokenizer_comes_along(tmp_path: Path
     assert len(files) > 3
     largest = max(tensor.numel() for tensor in model.parameters()) * 2
     assert max(file.stat().st_size for file in files) <= max(30_000, largest) + 2_000, "the header of a file"
+    assert largest < 30_000
+    assert "larger than" not in capsys.readouterr().err
+    export(tmp_path / "saved", tmp_path / "small", dtype="bfloat16", max_file_size="1KB")
+    warned = capsys.readouterr().err
+    assert warned.startswith("one weight alone is larger than --max-file-size 1KB: model-0")
+    assert f".safetensors ({largest:,} bytes)" in warned
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert exported.dtype == torch.bfloat16
     for name, tensor in model.to(torch.bfloat16).state_dict().items():
