@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 KeyPath = tuple[str, ...]
 
+STEPS = ("logging_steps", "save_steps", "eval_steps")
 WIDEST = 72
 """Column at which comments begin at the latest, where lines are not longer."""
 
@@ -78,6 +79,11 @@ def shown(resolved: Resolved) -> Iterator[tuple[str, str]]:
     values = resolved.config.model_dump()
     plugin = LongContextPlugin(**resolved.config.longctx.given())
     values["longctx"] = {name: getattr(plugin, name) for name in values["longctx"]}
+    # transformers keeps numbers of steps as float, for shares of a run: whole ones are numbers of steps, as they were given.
+    steps = {
+        name: int(value) for name, value in values["training"].items() if name in STEPS and value and value % 1 == 0
+    }
+    values["training"] |= steps
     if resolved.config.data.sources is not None:
         for name in [*SourceKeys.model_fields, "path"]:  # each source has its own
             del values["data"][name]

@@ -52,6 +52,7 @@ def test_every_value_is_shown_with_where_it_is_from(tmp_path, capsys, monkeypatc
         + f"data:\n  path: {tmp_path / 'a.jsonl'}\n"
         + "longctx:\n  <<: {capacity: 512, sharding: ddp}\n  ulysses_degree: 1\n"
         + "training:\n  gradient_checkpointing: true\n  lr_scheduler_kwargs: {num_cycles: 2}\n"
+        + "  logging_steps: 1\n  save_steps: 0.25\n"
     )
     monkeypatch.setenv("HF_LONGCTX_KERNEL", "cpu_flash")
     values = printed(capsys, str(file), "longctx.sharding=zero1", "training.warmup_steps=3")
@@ -65,6 +66,7 @@ def test_every_value_is_shown_with_where_it_is_from(tmp_path, capsys, monkeypatc
     assert values["longctx.loss_chunk_tokens"] == ("0", "default")
     assert values["training.warmup_steps"][1] == "override 'training.warmup_steps=3'"
     assert values["training.lr_scheduler_kwargs.num_cycles"] == ("2", "line 11")
+    assert [values[f"training.{name}"][0] for name in ("logging_steps", "save_steps")] == ["1", "0.25"]
     (checkpointing,) = [
         key for key in values if key.endswith("tion_checkpointing") or key.endswith("ent_checkpointing")
     ]
