@@ -33,8 +33,10 @@ def test_settings_that_work_inside_backward_are_refused(name, tmp_path):
 
 @pytest.mark.parametrize("kwargs", [None, {}, {"every_n_layers": 2}, {"offload": True}, {"use_reentrant": False}])
 def test_checkpointing_that_is_not_reentrant_is_accepted(kwargs, tmp_path):
+    """Offload goes to pinned host memory, which there is on GPUs alone."""
     args = arguments(tmp_path, gradient_checkpointing=True, gradient_checkpointing_kwargs=kwargs)
-    assert adapted(args, tiny_llama(), LongContextPlugin(capacity=8)).gradient_checkpointing
+    on_cpu = not (kwargs or {}).get("offload")
+    assert adapted(args, tiny_llama(), LongContextPlugin(capacity=8), on_cpu=on_cpu).gradient_checkpointing
 
 
 def test_reentrant_settings_do_not_matter_without_checkpointing(tmp_path):

@@ -22,6 +22,7 @@ from hf_longctx.report.training_runs.run_log import RunLog
 from hf_longctx.report.training_runs.run_page import write_run_page
 from hf_longctx.report.training_runs.run_record import FORMAT, plan_of
 from hf_longctx.run import run as run_config
+from hf_longctx.training.run_start import FINISHED
 from tests.builders.plans.plan_pages import in_a_browser
 from tests.builders.tiny_models import TINY
 from tests.builders.training_runs import Rows, fresh_accelerator_state
@@ -124,7 +125,11 @@ def test_what_is_pushed_is_a_model_with_its_card_and_report_and_nothing_else(pus
             "README.md",
             "report.html",
             "run.json",
+            "results.json",
         )
+    final = json.loads((pushed.folder / "results.json").read_text())
+    assert final.pop(FINISHED) > 0, "written when everything else is there, after the push"
+    assert json.loads(pushed.files["results.json"]) == final
     assert sum(map(len, pushed.files.values())) < 3_000_000
 
 
