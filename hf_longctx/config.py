@@ -44,7 +44,7 @@ Problems = list[tuple[KeyPath, str]]
 
 MERGE = "tag:yaml.org,2002:merge"
 YAML_SIGNS = tuple("*&@%`")
-"""What no plain text of YAML begins with, and wildcards and names may."""
+"""Signs that plain text in YAML must not begin with, though wildcards and names may."""
 
 
 class ConfigError(ValueError):

@@ -1,4 +1,4 @@
-"""Where a run begins: anew, at a checkpoint, or at its own end; and what rank 0 says of that before training.
+"""The start of a run: anew, at a checkpoint, or at its own end; and what rank 0 says of that before training.
 
 Rank 0 looks at the output directory, and all ranks go by what it found. Sent: the folder of a checkpoint, its step, and what a
 results.json beside it says.
@@ -29,7 +29,7 @@ BEFORE = "eval_loss_before"
 
 @dataclass(frozen=True)
 class Start:
-    """What a run begins from; the same on all ranks."""
+    """The checkpoint that a run begins from, and results that are there already; the same on all ranks."""
 
     folder: str | None = None
     """of a checkpoint; None: training begins anew, or is refused when it begins"""

@@ -23,7 +23,7 @@ ALL_LINEAR = "all-linear"
 """Every linear layer but the output head. PEFT's own meaning depends on its version: lately it adds Mixtral's router and
 experts, for which it makes a whole weight matrix of each expert in every forward."""
 ORIGINAL = ".original_module."
-"""In names of weights of which PEFT trains a copy: what they were."""
+"""Part of the name of a weight that PEFT keeps as it was, beside the copy that is trained."""
 ROW_ADAPTERS = {
     **dict.fromkeys(
         ("ADAPTION_PROMPT", "POLY", "XLORA", "SHADOW", "LILY"),

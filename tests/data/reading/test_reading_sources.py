@@ -7,6 +7,8 @@ import datasets
 import pytest
 
 from hf_longctx.data.reading import Source, SourceError
+from hf_longctx.data.reading.source import READERS
+from hf_longctx.settings import FILE_KINDS
 from tests.data.reading.read_sources import read, values
 
 
@@ -188,6 +190,10 @@ def test_a_text_beside_a_split_of_texts_is_no_silent_loss(tmp_path):
     with pytest.raises(SourceError, match=r"load_dataset would not read \S*extra\.txt"):
         Source(str(tmp_path)).units()
     assert len(list(read(Source(str(tmp_path), documents="files")))) == 2
+
+
+def test_a_configuration_may_name_every_kind_of_file_that_is_read():
+    assert set(FILE_KINDS) == READERS.keys()
 
 
 def test_texts_of_two_endings_are_read_by_their_names_and_none_is_left_out_silently(tmp_path):

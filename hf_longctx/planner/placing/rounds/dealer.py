@@ -1,4 +1,4 @@
-"""Which rounds of about one height documents may be dealt to: how many, and how high they are.
+"""Rounds of about one height that documents may be dealt to: how many, and how high they are.
 
 Estimates (levels.py) say when such rounds would end; dealing (dealing.py, unequal_dealing.py) then says when they do. An estimate
 may be too low, so documents are dealt to higher rounds too.
