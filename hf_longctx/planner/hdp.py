@@ -20,6 +20,7 @@ below lie in placing/, but for bound.py.
    ends far from the bound, and taken without their barriers if they end clearly sooner. They are given up if they must end late.
 6. Unequal ranks are planned for in other orders too, for few documents also as if they were equal (rank_order.py). Few documents
    on equal ranks may lie as other planners place them, or all stay whole (other_placements.py).
+7. Where ranks still wait for groups, whole documents are placed anew in these holes (holes.py).
 
 Where the model needs documents whole (`Topology.documents`), whole.py plans instead, in all modes.
 
@@ -49,6 +50,7 @@ from hf_longctx.planner.cost.selective_offload import LEAST_GAIN, Offload, room_
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.assembly import assemble
 from hf_longctx.planner.placing.bisection import at_least_later
+from hf_longctx.planner.placing.holes import fill_holes
 from hf_longctx.planner.placing.other_placements import best_of_others
 from hf_longctx.planner.placing.rank_order import RankOrder, as_if_equal, orders_by_speed
 from hf_longctx.planner.placing.rounds.builder import NEVER
@@ -146,6 +148,8 @@ def plan_step(
     plan = best
     if topology.uniform and mode != "pipeline" and not len(labels):
         plan = best_of_others(plan, lengths, cost)
+    if mode == "async" and offload is None:
+        plan = fill_holes(plan, lengths, cost)
     return _labelled(plan, labels).in_nanoseconds(bits)
 
 
