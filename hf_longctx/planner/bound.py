@@ -8,7 +8,8 @@
     longest     max_i min_{D_i <= d <= R} T(s_i, d) + micro_batch          always the document that counts as longest
 
 `shared` spreads all work evenly over the ranks; work never falls as d grows, so the fewest ranks give the least. Unequal ranks
-wait for each other, which is counted as work (waiting_bound.py).
+wait for each other, which is counted as work (waiting_bound.py). Where a micro-batch takes long, that they are whole counts
+(launch_bound.py).
 `longest` is the document that takes longest on the ranks that suit it best.
 
 In a pipeline, a document in k chunks passes the stages chunk by chunk: while its longest chunk, a k-th of it or more, passes
@@ -28,6 +29,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
+from hf_longctx.planner.launch_bound import bound_of_launches
 from hf_longctx.planner.round_bound import bound_of_rounds
 from hf_longctx.planner.topology import FULL, Topology
 from hf_longctx.planner.waiting_bound import work_with_waiting
@@ -79,6 +81,8 @@ def lower_bound(
     longest = int(best_times(lengths[:1], fewest[:1], topology, cost)[0])
     whole = bound_of_whole(cost.time(lengths, 1), tokens, topology, cost, mode) if topology.stay_whole else 1
     shared = (int(work.sum()) + packing) * FULL // speed
+    if footprints is None:
+        shared = max(shared, bound_of_launches(work, tokens, cost.micro_batch_ns, topology))
     if mode == "lockstep":
         # In floats, as the product may exceed 64 bits, and a little less, as they round.
         shares = cost.micro_batch_ns * (tokens / int(topology.capacities.max())) * (1 - ROUNDED)

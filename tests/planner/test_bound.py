@@ -176,11 +176,11 @@ def test_bounds_by_hand():
     """Work of 6, 3 and 1 tokens: 36 + 6, 9 + 3 and 1 + 1 ns on one rank; on more, 7 ns for each pair of ranks and layer."""
     cost = CostModel(attention_ps=1000, linear_ps=1000, inside_ps=0, message_ns=1, micro_batch_ns=4)
     lengths = np.array([6, 3, 1])
-    # 10 tokens are at least 10/6 micro-batches of 4 ns. On 2 ranks the longest takes 21 + 4.
-    assert lower_bound(lengths, Topology(1, 6), cost) == 42 + 12 + 2 + 4 * 10 // 6
-    assert lower_bound(lengths, Topology(2, 6), cost) == (42 + 12 + 2 + 4 * 10 // 6) // 2
-    assert lower_bound(lengths, Topology(4, 6), cost) == 42 // 4 + 1 + 4
-    assert lower_bound(lengths, Topology(2, 6, speed=(1000, 500)), cost) == (42 + 12 + 2 + 6) * 1000 // 1500
+    # 10 tokens are at least 2 micro-batches of 4 ns on one rank, and one on each of two. On 2 ranks the longest takes 21 + 4.
+    assert lower_bound(lengths, Topology(1, 6), cost) == 42 + 12 + 2 + 2 * 4
+    assert lower_bound(lengths, Topology(2, 6), cost) == (42 + 12 + 2 + 2 * 4) // 2
+    assert lower_bound(lengths, Topology(4, 6), cost) == (42 + 12 + 2) // 4 + 4
+    assert lower_bound(lengths, Topology(2, 6, speed=(1000, 500)), cost) == (42 + 12 + 2 + 2 * 4) * 1000 // 1500
     # In k chunks, (11 + 4 + 4*(k - 1)) * (1 + 2/k) ns: least at k = 2, as 19 * 2.
     assert lower_bound(lengths, Topology(4, 6, stages=3), cost, "pipeline") == 38
     assert (
@@ -188,3 +188,25 @@ def test_bounds_by_hand():
     )  # no chunks
     # Rounds of 6 tokens on one rank: the longest, then the others.
     assert lower_bound(lengths, Topology(1, 6), cost, "lockstep") >= 42 + 4 + 12 + 4
+
+
+@pytest.mark.parametrize(
+    ("documents", "ranks", "whole"),
+    [(3, 1, 1), (5, 5, 1), (33, 8, 2), (33, 4, 3), (32, 4, 2)],  # four of these documents fill a rank
+)
+@pytest.mark.parametrize("mode", ["async", "lockstep"])
+def test_micro_batches_are_counted_whole(documents: int, ranks: int, whole: int, mode: str) -> None:
+    cost = CostModel(attention_ps=1, linear_ps=1000, inside_ps=0, micro_batch_ns=50_000)
+    lengths = np.full(documents, 1000)
+    least = documents * 1000 // ranks + whole * 50_000
+    assert lower_bound(lengths, Topology(ranks, 4000), cost, mode) >= least - 1
+    plan = plan_step(lengths, Topology(ranks, 4000), cost, mode)
+    assert plan.timeline().makespan <= 1.1 * plan.lower_bound
+
+
+def test_dense_tokens_may_fill_fewer_micro_batches_than_others() -> None:
+    """One rank has the dense document alone, in one micro-batch, and the other two for the others: three would be too many."""
+    cost = CostModel(attention_ps=1000, linear_ps=1, inside_ps=0, micro_batch_ns=10_000_000)
+    lengths = np.array([4000, *[100] * 41])
+    bound = lower_bound(lengths, Topology(2, 4000), cost)
+    assert bound <= plan_step(lengths, Topology(2, 4000), cost).timeline().makespan < 2.1 * 10_000_000 + 16_000_000

@@ -103,11 +103,12 @@ def chunked_work(
         reach, in_window = min(end, window), min(end, end - begin + window)
         seen = in_window if attention_ps == 0 else end  # and received
         pairs = attention_ps * end // PS_PER_NS * end + windowed_ps * reach // PS_PER_NS * (2 * end - reach)
-        edges = attention_ps * half // PS_PER_NS * (end - begin + end)
-        edges += windowed_ps * half // PS_PER_NS * (end - begin + in_window)
-        attention = pairs - before + edges // 2 * ranks
-        exchange = (inside_ps * seen // PS_PER_NS + message * ranks) * (ranks - 1)
-        exchange += between_ps * seen // PS_PER_NS * max(ranks - node, 0) // node
+        # Rounded up, or chunks might add up to less than the document takes whole.
+        edges = -(-attention_ps * half // PS_PER_NS) * (end - begin + end)
+        edges += -(-windowed_ps * half // PS_PER_NS) * (end - begin + in_window)
+        attention = pairs - before - (-edges // 2) * ranks
+        exchange = (message * ranks - (-inside_ps * seen // PS_PER_NS)) * (ranks - 1)
+        exchange -= (between_ps * -seen // PS_PER_NS) * max(ranks - node, 0) // node
         work += max(attention, exchange)
         begin, before = end, pairs
     return work

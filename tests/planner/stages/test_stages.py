@@ -14,11 +14,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hf_longctx.planner import PlanError, StepPlan, Topology, plan_step
-from hf_longctx.planner.stages.causal_chunks import _chunk_stop, chunk_stops
+from hf_longctx.planner import CostModel, PlanError, StepPlan, Topology, plan_step
+from hf_longctx.planner.stages.causal_chunks import _chunk_stop, chunk_stops, chunked_work
 from hf_longctx.planner.stages.stage_events import BACKWARD, FORWARD, Units
 from hf_longctx.planner.stages.stage_order import SCHEDULES, Played, Schedule, play_stages, predicted_units, stage_order
-from tests.builders.plans.random_plans import CPU_COST, chunked_plans
+from tests.builders.plans.random_plans import CPU_COST, chunked_plans, costs
 
 Task = tuple[int, int, int, int]
 """Kind, micro-batch, chunk, stage."""
@@ -274,3 +274,12 @@ def test_what_chunks_cost_is_counted_where_they_end(length, chunks, exponent):
     exact = chunk_stops(length, chunks, linear_tokens)
     near = 2**27 <= linear_tokens < length * 2**20  # 64 bits do not hold its squares
     assert all(abs(stop - end) <= (1 if near else 0) for stop, end in zip(stops, exact))
+
+
+@given(st.integers(2, 4096), st.integers(1, 8), st.integers(2, 32), st.integers(0, 20), costs())
+@example(4, 1, 2, 0, CostModel(27, 1, 0, attention_half_tokens=42, windowed_ps=19, window=1).scaled(0.5, 0.5, 0.5))
+def test_chunks_add_up_to_no_less_than_a_document_takes_whole(length, ranks, chunks, exponent, cost):
+    """Terms of less than a nanosecond a token were rounded down in chunks, and a plan ended before the lower bound."""
+    ranks, chunks = min(ranks, length), min(chunks, length)
+    together = chunked_work(length, ranks, chunks, 2**exponent, 0, cost.coefficients)
+    assert together >= cost.work(length, ranks)
