@@ -86,6 +86,7 @@ MESHES: list[tuple[str, dict[str, int]]] = [
 
 
 @pytest.mark.processes
+@pytest.mark.nightly
 def test_tensor_and_expert_parallelism_change_at_every_checkpoint(undisturbed, tmp_path: Path, request):
     for _, mesh in MESHES:
         skip_unless_loaded(mesh)

@@ -159,8 +159,13 @@ def examples(world_size: int) -> st.SearchStrategy[list[list[Layout]]]:
     return st.lists(steps(world_size, max_layouts=3, heads=HEADS), min_size=EXAMPLES_A_CALL, max_size=EXAMPLES_A_CALL)
 
 
-BY_NIGHT = ("mistral-float32", "mistral-bfloat16", "bloom-float32", "bloom-bfloat16", "mpt-float32", "mixtral-float32")
-"""Cases whose model and whose dtype other cases have."""
+IN_ORDER = ("llama-float64-flash", "mixtral-float64")
+"""Cases that also run with NCCL's in-order communicators."""
+BY_NIGHT = (
+    *("mistral-float32", "mistral-bfloat16", "bloom-float32", "bloom-bfloat16", "mpt-float32", "mixtral-float32"),
+    *("mpt-bfloat16", "llama-stock-loss", "mixtral-float64-checkpointing", *IN_ORDER),
+)
+"""Cases whose model and whose dtype, loss or checkpointing other cases have, and those that run in order."""
 
 
 @pytest.mark.parametrize(
@@ -173,7 +178,7 @@ def test_any_layouts_give_the_loss_and_gradients_of_one_process(case: Case, any_
     check(case, any_ranks, data.draw(examples(any_ranks.world_size)))
 
 
-@pytest.mark.parametrize("name", ["llama-float64-flash", "mixtral-float64"])
+@pytest.mark.parametrize("name", IN_ORDER)
 @settings(max_examples=max(2, settings().max_examples // 50))
 @given(data=st.data())
 def test_the_same_with_in_order_communicators(name: str, any_ranks: RankPool, data: st.DataObject):

@@ -30,6 +30,8 @@ from tests.builders.transformers_versions import skip_unless_loaded
 from tests.worlds.faults.stalled_runs import Stall, stalled_run
 from tests.worlds.rank_pool import RankFailure, RankPool
 
+BY_NIGHT = pytest.mark.nightly
+"""Combinations of what other cases have one by one."""
 DOUBLE = FOUR | {"dtype": torch.float64}
 FROZEN = ("model.embed_tokens", "model.layers.[0-1].*")
 """All that the first of two stages has."""
@@ -81,23 +83,33 @@ def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
     ("ranks", "stages", "what", "options"),
     [
         ("ranks2", 2, {"model": "llama"}, {}),
-        ("ranks4", 2, {"model": "llama"}, {"chunks": True, "checkpointing": True, "plugin": GPIPE}),
+        pytest.param(
+            *("ranks4", 2, {"model": "llama"}, {"chunks": True, "checkpointing": True, "plugin": GPIPE}), marks=BY_NIGHT
+        ),
         ("ranks4", 4, {"model": "llama"}, {"chunks": True, "offload": 1.0}),
         ("ranks4", 2, {"model": "mixtral"}, {"chunks": True, "checkpointing": True, "offload": 0.5}),
         ("ranks4", 2, {"model": "mixtral"}, {"plugin": INTERLEAVED}),
         ("ranks4", 4, {"model": "mixtral"}, {"plugin": GPIPE}),
-        ("ranks4", 2, {"model": "llama", "build": TIED}, {"chunks": True, "plugin": INTERLEAVED}),
+        pytest.param(
+            *("ranks4", 2, {"model": "llama", "build": TIED}, {"chunks": True, "plugin": INTERLEAVED}), marks=BY_NIGHT
+        ),
         ("ranks4", 4, {"model": "llama", "build": TIED}, {"checkpointing": True}),
         ("ranks4", 2, {"model": "llama", "adapter": "lora"}, {"chunks": True}),
         ("ranks4", 2, {"model": "llama"}, {"sharding": "zero1", "chunks": True, "checkpointing": True}),
-        ("ranks4", 2, {"model": "mixtral"}, {"sharding": "zero1", "plugin": INTERLEAVED, "chunks": True}),
+        pytest.param(
+            *("ranks4", 2, {"model": "mixtral"}, {"sharding": "zero1", "plugin": INTERLEAVED, "chunks": True}),
+            marks=BY_NIGHT,
+        ),
         ("ranks4", 2, {"model": "llama", "build": TIED}, {"sharding": "zero1"}),
-        ("ranks4", 2, {"model": "llama", "adapter": "lora"}, {"sharding": "zero1"}),
+        pytest.param("ranks4", 2, {"model": "llama", "adapter": "lora"}, {"sharding": "zero1"}, marks=BY_NIGHT),
         ("ranks4", 2, {"model": "llama"}, {"plugin": {"ulysses_degree": 2, "mlp_tile_tokens": 8}, "chunks": True}),
         ("ranks4", 2, {"model": "mixtral"}, {"planner": "bytescale_balanced", "plugin": {"keep_last_slice": True}}),
         ("ranks3", 3, {"model": "mistral"}, {"chunks": True}),
         ("ranks2", 2, {"model": "llama", "adapter": "values"}, {"chunks": True}),
-        ("ranks4", 2, {"model": "mixtral", "frozen": FROZEN}, {"chunks": True, "checkpointing": True}),
+        pytest.param(
+            *("ranks4", 2, {"model": "mixtral", "frozen": FROZEN}, {"chunks": True, "checkpointing": True}),
+            marks=BY_NIGHT,
+        ),
         ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"sharding": "zero1"}),
         ("ranks4", 2, {"model": "llama", "frozen": FROZEN}, {"plugin": INTERLEAVED}),
         ("ranks4", 4, {"model": "mixtral", "trainer_class": LastLayerTrainer}, {"chunks": True}),
@@ -127,7 +139,7 @@ def test_ranks_without_a_document(ranks1: RankPool, ranks4: RankPool, tmp_path: 
         assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("sharding", ["ddp", "zero1"])
+@pytest.mark.parametrize("sharding", [pytest.param("ddp", marks=BY_NIGHT), "zero1"])
 def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, sharding: str):
     """Tolerances are those of test_sharding.py: bfloat16 moves a loss by 4e-3."""
     [whole] = ranks1.run(run, str(tmp_path), in_order=False, bf16=True)
@@ -140,13 +152,13 @@ def test_bfloat16_in_stages(ranks1: RankPool, ranks4: RankPool, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("ranks", "mesh", "what", "options"),
     [
-        pytest.param("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama"}, {}, marks=pytest.mark.nightly),
+        pytest.param("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama"}, {}, marks=BY_NIGHT),
         ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "llama", "build": TIED}, {}),
-        ("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}),
+        pytest.param("ranks4", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}, marks=BY_NIGHT),
         ("ranks4", {"pp_size": 2}, {"model": "mixtral"}, {"sharding": "zero1"}),
         ("ranks4", {"pp_size": 2}, {"model": "llama", "build": TIED, "frozen": ("*norm*", "*layers.0.*")}, {}),
         ("ranks2", {"pp_size": 2}, {"model": "llama", "build": TIED, "frozen": ("lm_head", "*layers.[0-1].*")}, {}),
-        pytest.param("ranks8", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}, marks=pytest.mark.nightly),
+        pytest.param("ranks8", {"pp_size": 2, "tp_size": 2}, {"model": "mixtral"}, {}, marks=BY_NIGHT),
     ],
     ids=str,
 )
@@ -180,9 +192,10 @@ def test_each_process_reads_its_part(
 @pytest.mark.parametrize(
     ("stages", "plugin", "model"),
     [
-        *[(stages, plugin, "mixtral") for stages, plugin in ((2, GPIPE), (2, INTERLEAVED), (4, {}))],
-        *[pytest.param(2, plugin, "llama", marks=pytest.mark.nightly) for plugin in (GPIPE, INTERLEAVED)],
+        (2, INTERLEAVED, "mixtral"),
         (4, {}, "llama"),
+        *[pytest.param(stages, plugin, "mixtral", marks=BY_NIGHT) for stages, plugin in ((2, GPIPE), (4, {}))],
+        *[pytest.param(2, plugin, "llama", marks=BY_NIGHT) for plugin in (GPIPE, INTERLEAVED)],
     ],
     ids=str,
 )
@@ -241,7 +254,7 @@ def undisturbed(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
     return of
 
 
-@pytest.mark.parametrize("build", [FOUR, TIED], ids=["untied", "tied"])
+@pytest.mark.parametrize("build", [pytest.param(FOUR, id="untied", marks=BY_NIGHT), pytest.param(TIED, id="tied")])
 def test_checkpoints_fit_any_number_of_stages(
     ranks1: RankPool, ranks2: RankPool, ranks4: RankPool, undisturbed: Any, tmp_path: Path, build: Any
 ):
@@ -275,7 +288,7 @@ class SavingTrainer(RecordingTrainer):
 @pytest.mark.parametrize(
     "options",
     [
-        {"stages": 2},
+        pytest.param({"stages": 2}, marks=BY_NIGHT),
         {"stages": 4, "build": TIED},
         {"stages": 2, "model": "mixtral", "sharding": "zero1"},
     ],

@@ -41,7 +41,7 @@ DIMENSIONS: dict[str, tuple[Any, ...]] = {
 }
 MESHES = [
     pytest.param("llama", {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
-    ("mixtral", {"fsdp_size": 4, "ep_size": 2}),
+    pytest.param("mixtral", {"fsdp_size": 4, "ep_size": 2}, marks=pytest.mark.nightly),
     pytest.param("mixtral", {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
     ("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}),
     pytest.param("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, marks=pytest.mark.nightly),

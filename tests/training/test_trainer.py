@@ -82,7 +82,14 @@ class Expected:
     eval_loss: float
 
 
-@pytest.fixture(scope="module", params=sorted(MODELS))
+BY_NIGHT = ("mistral", "mpt")
+"""Models whose exactness on any ranks tests/models/test_exactness.py holds, and which train as bloom and llama do."""
+
+
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in sorted(MODELS)],
+)
 def expected(request, tmp_path_factory) -> tuple[str, Expected]:
     """The model's name and its reference."""
     settings = SETTINGS | {"output_dir": tmp_path_factory.mktemp("reference")}
