@@ -84,6 +84,7 @@ def pytest_configure(config: pytest.Config) -> None:
         import torch
 
         torch.set_num_threads(1)
+        os.environ["OMP_NUM_THREADS"] = "1"  # of commands that tests run here, and of programs that they start
         process_lane.watch()
 
 

@@ -24,7 +24,7 @@ from tests.worlds.patience import PATIENCE
 VERBS = {verb.__name__: verb for verb in cli.VERBS}
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 QUICK: dict[str, list[str]] = {
-    "profile": ["--longest", "128", "--cpu"],
+    "profile": ["--longest", "128", "--cpu", "--threads", "1"],
     "simulate": ["--tokens", "1M", "--steps", "1", "--planner", "hdp"],
     "evaluate": ["--data", "texts.jsonl", "--trials", "1"],
     "doctor": ["--cpu"],

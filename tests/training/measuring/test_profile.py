@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -28,8 +25,7 @@ from hf_longctx.training.measuring.rank_profile import ProfileSettings, cases, p
 from hf_longctx.training.measuring.step_costs import cost_model
 from tests.builders.tiny_models import FAMILIES, tiny_llama
 from tests.worlds.fifo import in_order_communicators
-from tests.worlds.launched import ROOT, accelerate_launch, torchrun
-from tests.worlds.patience import PATIENCE
+from tests.worlds.launched import ROOT, Ended, accelerate_launch, run, torchrun
 
 CPU = torch.device("cpu")
 QUICK = ProfileSettings(longest=256, seconds=0.5)
@@ -182,8 +178,12 @@ app = Typer()
 app.command()(command.profile)
 
 
+ONE_THREAD = ("--threads", "1")
+"""Threads of a machine whose cores others use wait for one another, and burn what they wait."""
+
+
 def run_here(*arguments: str) -> Any:
-    return CliRunner().invoke(app, [*arguments, "--quick", "--longest", "128", "--cpu"])
+    return CliRunner().invoke(app, [*arguments, *ONE_THREAD, "--quick", "--longest", "128", "--cpu"])
 
 
 @pytest.fixture
@@ -219,7 +219,7 @@ def test_a_yaml_file_says_which_model_and_how_it_is_trained(tmp_path, at_once):
 
 def test_a_saved_model_is_read_without_its_weights(tmp_path, at_once):
     tiny_llama().config.save_pretrained(tmp_path)
-    result = run_here("--model", str(tmp_path), "--output", str(tmp_path / "p.json"), "--threads", "1")
+    result = run_here("--model", str(tmp_path), "--output", str(tmp_path / "p.json"))
     assert result.exit_code == 0, result.output
     assert Profile.load(tmp_path / "p.json").model["hidden_size"] == 64
 
@@ -267,19 +267,17 @@ def program(tmp_path):
     return file
 
 
-def start_two(program: Path, **environment: str) -> Any:
+def start_two(program: Path, fresh: bool, **environment: str) -> Ended:
     """Without a launcher."""
-    arguments = [sys.executable, str(program), "--ranks", "2", "--quick", "--longest", "128", "--cpu"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(
-        arguments, cwd=program.parent, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-    )
+    output = ("--output", program.parent / "profile.json")
+    return run(program, "--ranks", "2", "--quick", "--longest", "128", "--cpu", *output, fresh=fresh, **environment)
 
 
 @pytest.mark.processes
-def test_ranks_are_started_here(program):
-    ended = start_two(program)
-    assert ended.returncode == 0, ended.stderr
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forked", "fresh"])
+def test_ranks_are_started_here(fresh, program):
+    ended = start_two(program, fresh)
+    assert ended.code == 0, ended.output
     profile = Profile.load(program.parent / "profile.json")
     assert (profile.world_size, profile.ranks_per_node) == (2, 2)
     assert ("exchange", 2) in kinds(profile)
@@ -288,9 +286,9 @@ def test_ranks_are_started_here(program):
 @pytest.mark.processes
 @pytest.mark.nightly
 def test_a_rank_that_fails_ends_the_others(program):
-    ended = start_two(program, FAILING_RANK="1")
-    assert ended.returncode != 0
-    assert "rank 1 has no more" in ended.stderr
+    ended = start_two(program, fresh=True, FAILING_RANK="1")
+    assert ended.code != 0
+    assert "rank 1 has no more" in ended.output
     assert not (program.parent / "profile.json").exists()
 
 
