@@ -163,8 +163,9 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
 
 
 @pytest.mark.processes
-def test_a_rank_that_raises_ends_all_with_its_own_error(tmp_path):
-    ended = torchrun("tests/worlds/faults/ended_run.py", tmp_path, fresh=True, RAISING_STEP="3")
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["forked", "fresh"])
+def test_a_rank_that_raises_ends_all_with_its_own_error(fresh, tmp_path):
+    ended = torchrun("tests/worlds/faults/ended_run.py", tmp_path, fresh=fresh, RAISING_STEP="3")
     assert ended.code != 0
     assert "OSError: the disk of rank 1 is broken at step 3" in ended.output
     root_cause = ended.output[ended.output.index("Root Cause (first observed failure)") :]

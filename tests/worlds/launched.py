@@ -14,8 +14,8 @@ points, quoting, environment variables that are read at import, the launcher's w
 | `python -m hf_longctx`, `import hf_longctx` | test_cli: help is shown without a verb; test_package |
 | `hf-longctx train --ranks 2` | test_cli_verbs: training starts its ranks |
 | `accelerate launch scripts/train.py` | test_run_page, all on a pushed run |
-| torchrun | test_failures: a rank that raises |
-| ranks of verbs (`profile --ranks 2`) | test_profile: ranks are started here |
+| torchrun | test_failures: a rank that raises, by night |
+| ranks of verbs (`profile --ranks 2`) | test_profile: ranks are started here, by night |
 | scripts/*.sh | test_launch_scripts |
 | two nodes that meet; examples under accelerate | test_restarts, test_examples, by night |
 | Ray | test_ray_cluster, test_remote, test_remote_training |
