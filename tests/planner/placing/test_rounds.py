@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.planner import CostModel, Topology, plan_step
+from hf_longctx.planner import CostModel, Topology, compiled, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time, placement_context
 from hf_longctx.planner.placing.rounds import builder, lockstep
@@ -210,7 +210,10 @@ def test_replacing_the_last_rounds_gains_and_never_loses(monkeypatch):
     assert replaced.mean() < 0.995 * without.mean()
 
 
-def test_rounds_are_not_filled_as_if_exchange_were_dearer_where_that_exceeds_64_bits():
+def test_rounds_are_not_filled_as_if_exchange_were_dearer_where_that_exceeds_64_bits(monkeypatch):
+    """Interpreted, whatever was planned before: all of it would be compiled once more, for units of time."""
+    monkeypatch.setattr(compiled, "_spent", 0.0)
+    monkeypatch.setattr(compiled, "_compiles", False)
     cost = CostModel(attention_ps=10, linear_ps=10**6, inside_ps=10, message_ns=4 * 10**18)
     lengths = np.array([700, 600, 500, 500, 450])
     plan = plan_step(lengths, Topology(2, 1000), cost, "lockstep")
