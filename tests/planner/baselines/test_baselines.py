@@ -55,8 +55,24 @@ def test_all_planners_are_known_by_their_names():
         assert plan_step(np.array([3, 5]), Topology(2, 8), CPU_COST, "async").planner == name
 
 
-@baselines
-@modes
+BY_DAY = {
+    "async",
+    "static_cp lockstep",
+    "bytescale_naive lockstep",
+    "dynamic_cp pipeline",
+    "bytescale_balanced pipeline",
+}
+"""Modes of all planners, and planners and their modes, that are planned by day too."""
+
+
+@pytest.mark.parametrize(
+    ("planner", "mode"),
+    [
+        pytest.param(planner, mode, marks=[] if {mode, f"{planner} {mode}"} & BY_DAY else pytest.mark.nightly)
+        for planner in BASELINES
+        for mode in MODES
+    ],
+)
 @many_examples
 @given(steps(equal=True))
 @example((np.array([1]), Topology(9, 1), CPU_COST))
