@@ -298,7 +298,7 @@ def test_worker_processes_hear_of_it(recalibrated, ranks2, tmp_path):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.nightly), 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_with_real_clocks_in_the_order_of_nccl(world_size, tmp_path, request):
     """Plans that differed between ranks would be an error of the step."""
     arguments_ = (
