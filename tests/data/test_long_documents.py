@@ -316,7 +316,10 @@ def assert_same(run: Run, other: Run, tolerance: float, after: int = 0) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
-@pytest.mark.parametrize(("policy", "overlap"), [("truncate", 0), ("split", 0), ("split", 30), ("drop", 0)])
+@pytest.mark.parametrize(
+    ("policy", "overlap"),
+    [("truncate", 0), pytest.param("split", 0, marks=pytest.mark.nightly), ("split", 30), ("drop", 0)],
+)
 def test_training_is_that_on_a_data_set_cut_by_hand(policy: str, overlap: int, ranks2: RankPool, tmp_path: Path):
     """On two ranks, which hold 100 tokens together, against one process that holds them alone, and against a loop over
     documents with plain transformers."""
@@ -346,7 +349,9 @@ def split_on_two(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.mark.processes
 @pytest.mark.filterwarnings("ignore:.* documents are:UserWarning")
-@pytest.mark.parametrize(("world_size", "capacity"), [(1, 100), (1, 400), (4, 60)])
+@pytest.mark.parametrize(
+    ("world_size", "capacity"), [pytest.param(1, 100, marks=pytest.mark.nightly), (1, 400), (4, 60)]
+)
 def test_a_resumed_run_cuts_where_the_first_launch_did(
     world_size: int, capacity: int, split_on_two: tuple[Path, Run], request: pytest.FixtureRequest, tmp_path: Path
 ):

@@ -43,7 +43,7 @@ def of_length(length: int) -> Layout:
     return Layout({0: (Segment(0, 0, length), Segment(1, 0, length // 2 + 1))})
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "mixtral"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("mistral", marks=pytest.mark.nightly), "mixtral"])
 def test_two_graphs_for_twenty_layouts(family: str):
     model = patch_model(FAMILIES[family](torch.float32, num_hidden_layers=3), compile_layers=True).train()
     plain = patch_model(FAMILIES[family](torch.float32, num_hidden_layers=3)).train()
@@ -57,7 +57,7 @@ def test_two_graphs_for_twenty_layouts(family: str):
     assert counters["stats"]["unique_graphs"] == 2, "a single token is not compiled"
 
 
-@pytest.mark.parametrize("tile", [0, 16])
+@pytest.mark.parametrize("tile", [pytest.param(0, marks=pytest.mark.nightly), 16])
 def test_with_checkpointing_kept_attention_offload_and_tiles(tile: int):
     right = step(patch_model(tiny_llama(num_hidden_layers=4)).train(), PACKED, None)
     for checkpointing, keep in ((False, "never"), (True, "always"), (True, "never")):

@@ -121,6 +121,7 @@ def test_tensor_and_expert_parallelism(ranks4: RankPool, model: str, mesh, one_p
         assert trained.evaluation["eval_loss"] == pytest.approx(expected.evaluation["eval_loss"], rel=1e-4)
 
 
+@pytest.mark.nightly
 def test_tensor_parallelism_alone(ranks2: RankPool, one_process, tmp_path: Path):
     MODELS["llama"]().save_pretrained(tmp_path / "model")
     assert_same(
@@ -129,7 +130,10 @@ def test_tensor_parallelism_alone(ranks2: RankPool, one_process, tmp_path: Path)
 
 
 @pytest.mark.parametrize("sharding", [pytest.param("zero1", marks=pytest.mark.nightly), "zero3"])
-@pytest.mark.parametrize(("model", "mesh"), [("llama", {"fsdp_size": 2}), ("mixtral", {"fsdp_size": 2, "ep_size": 2})])
+@pytest.mark.parametrize(
+    ("model", "mesh"),
+    [pytest.param("llama", {"fsdp_size": 2}, marks=pytest.mark.nightly), ("mixtral", {"fsdp_size": 2, "ep_size": 2})],
+)
 def test_adapters_on_a_model_sharded_as_it_was_loaded(
     ranks2: RankPool, model: str, mesh: dict[str, int], sharding: str, one_process, tmp_path: Path
 ):
@@ -155,7 +159,9 @@ def test_key_value_heads_that_cannot_be_shared(ranks4: RankPool, tmp_path: Path)
         assert "tensor parallelism of 4 splits 2 key-value heads unevenly (2 = 0 * 4 + 2)" in message
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("zero1", marks=pytest.mark.nightly), "zero2", "zero3"])
+@pytest.mark.parametrize(
+    "sharding", [*(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("zero1", "zero2")), "zero3"]
+)
 def test_evaluation_and_a_checkpoint_that_transformers_loads(ranks2: RankPool, sharding: str, one_process, tmp_path):
     options = {"sharding": sharding, "evaluate": True, "save_strategy": "steps", "save_steps": STEPS, "in_order": False}
     runs = ranks2.run(run, str(tmp_path), model="mixtral", **options)
@@ -241,7 +247,7 @@ def test_accelerate_s_own_settings_are_taken(ranks2: RankPool, one_process, tmp_
         assert_same(ranks2.run(run, str(tmp_path), fsdp=True, fsdp_config=config), one_process("llama"))
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero3"])
+@pytest.mark.parametrize("sharding", [pytest.param("zero1", marks=pytest.mark.nightly), "zero3"])
 def test_parts_in_host_memory_train_the_same(ranks2: RankPool, one_process, tmp_path: Path, sharding: str):
     runs = ranks2.run(run, str(tmp_path), sharding=sharding, plugin={"host_offload": True})
     assert_same(runs, one_process("llama"))

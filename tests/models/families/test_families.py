@@ -96,8 +96,11 @@ def on_a_rank(families: list[str], layout: Layout, settings: dict[str, Any]) -> 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("ulysses", "settings"),
-    [(1, {}), (1, {"keep_last_slice": True}), (2, {})],
-    ids=["direct", "direct, keeping the last slice", "ulysses of 2"],
+    [
+        pytest.param(1, {}, id="direct", marks=pytest.mark.nightly),
+        pytest.param(1, {"keep_last_slice": True}, id="direct, keeping the last slice"),
+        pytest.param(2, {}, id="ulysses of 2"),
+    ],
 )
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_documents_over_ranks(ranks: int, ulysses: int, settings: dict[str, Any], request: pytest.FixtureRequest):

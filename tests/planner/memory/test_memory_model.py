@@ -192,8 +192,15 @@ def on_a_rank(
         return beyond_the_states(memory, step), allocated_bytes(step)
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", ["llama", "llama, all heads"])
+@pytest.mark.parametrize(
+    ("family", "precision"),
+    [
+        ("llama", "bfloat16"),
+        ("llama, all heads", "float32"),
+        pytest.param("llama", "float32", marks=pytest.mark.nightly),
+        pytest.param("llama, all heads", "bfloat16", marks=pytest.mark.nightly),
+    ],
+)
 def test_peak_with_keys_and_values_in_flight(ranks4: RankPool, family: str, precision: str):
     """One document over 4 ranks, recomputed: the exchange is most of what a rank holds. Ranks that receive less than all
     three slices, or gradients of fewer, hold less than the worst."""
@@ -205,7 +212,8 @@ def test_peak_with_keys_and_values_in_flight(ranks4: RankPool, family: str, prec
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "keep_last_slice", "ulysses"), [(True, True, 1), (True, False, 2), (False, False, 2)]
+    ("checkpointing", "keep_last_slice", "ulysses"),
+    [(True, True, 1), pytest.param(True, False, 2, marks=pytest.mark.nightly), (False, False, 2)],
 )
 def test_peak_with_what_ranks_sent_kept(ranks2: RankPool, checkpointing: bool, keep_last_slice: bool, ulysses: int):
     """The slice received last, or what an all-to-all brought: kept for backward, and for recomputation where attention is."""

@@ -288,6 +288,7 @@ def test_a_checkpoint_of_before_there_were_more_coefficients_is_kept(caplog):
     assert "what was measured then is dropped" in caplog.text
 
 
+@pytest.mark.nightly
 def test_worker_processes_hear_of_it(recalibrated, ranks2, tmp_path):
     _, _, plans = recalibrated
     settings = {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 3, "max_steps": 12}
