@@ -6,6 +6,7 @@ Nothing may make the host wait inside a step: it prepares the next layers while 
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -33,22 +34,33 @@ CASES = {
 }
 SPLIT = {"capacity": 8192, "offload": 0.5, "documents": 1}
 RACED = {
-    "direct": Case("llama-8b", ranks=4, ranks_per_node=2, longest=16384, layers=4, **SPLIT),
-    "ulysses": Case("llama-8b", ranks=8, ranks_per_node=2, longest=60000, ulysses=4, keep_last_slice=True, **SPLIT),
+    "raced direct": Case("llama-8b", ranks=4, ranks_per_node=2, longest=16384, layers=4, **SPLIT),
+    "raced ulysses": Case(
+        "llama-8b", ranks=8, ranks_per_node=2, longest=60000, ulysses=4, keep_last_slice=True, **SPLIT
+    ),
 }
+BY_NIGHT = ("million", "zero1", "raced ulysses")
+"""Cases whose parts other cases have."""
 CONTROLS = ("waiting for messages", "waiting for copies to the host", "waiting for copies from the host")
 
 
+def by_day(names: Iterable[str]) -> list[Any]:
+    """Mark what runs by night."""
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in BY_NIGHT)) for name in names]
+
+
 @pytest.fixture(scope="module")
-def seen(starts_processes: None) -> dict[str, Any]:
+def seen(request: pytest.FixtureRequest, starts_processes: None) -> dict[str, Any]:
     """Return what was seen of planted faults, of each case, and with each control: one process for all, because torch looks for
     hooks once."""
     release = ".".join(torch.__version__.split(".")[:2])
     if release in HOOKS_DO_NOT_BUILD:
         pytest.xfail(f"hooks.cpp does not build with torch {release}: {HOOKS_DO_NOT_BUILD[release]}")
-    asked: dict[str, dict[str, Any]] = {name: {"case": asdict(case)} for name, case in CASES.items()}
-    asked |= {f"raced {name}": {"case": asdict(case), "without": None} for name, case in RACED.items()}
-    asked |= {control: {"case": asdict(RACED["direct"]), "without": control} for control in CONTROLS}
+    here = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
+    names = {item.callspec.params.get("name") for item in here}
+    asked: dict[str, dict[str, Any]] = {name: {"case": asdict(case)} for name, case in CASES.items() if name in names}
+    asked |= {name: {"case": asdict(case), "without": None} for name, case in RACED.items() if name in names}
+    asked |= {control: {"case": asdict(RACED["raced direct"]), "without": control} for control in CONTROLS}
     ended = run("-W", "ignore", "-m", "tests.worlds.fake_cuda", *map(json.dumps, asked.values()), fresh=True)
     assert ended.code == 0, ended.output
     lines = [json.loads(line) for line in ended.output.splitlines() if line.startswith("{")]
@@ -77,7 +89,7 @@ def test_planted_waits_and_mix_ups_are_seen(seen: dict[str, Any]):
     }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", by_day(CASES))
 def test_a_planned_step_never_makes_the_host_wait(name: str, seen: dict[str, Any]):
     case, step = CASES[name], seen[name]
     assert step["waits"] == ALLOWED_WAITS
@@ -89,10 +101,10 @@ def test_a_planned_step_never_makes_the_host_wait(name: str, seen: dict[str, Any
     assert (step["offloaded"] > 0) == (case.offload > 0)
 
 
-@pytest.mark.parametrize("name", RACED)
+@pytest.mark.parametrize("name", by_day(RACED))
 def test_streams_are_in_order_and_no_memory_is_freed_early(name: str, seen: dict[str, Any]):
     """Nor does anything need NCCL to tell the allocator of its tensors."""
-    step = seen[f"raced {name}"]
+    step = seen[name]
     assert step["faults"] == {}
     assert step["communicators"] == 3, "inside a node, and of keys and values and of gradients between nodes"
     assert step["accesses"] > 1000
