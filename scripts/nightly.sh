@@ -8,7 +8,8 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh demo test
 HYPOTHESIS_PROFILE=nightly .venv/bin/python -m pytest --ranks=8 --matrix \
     tests/attention/test_modes.py tests/attention/test_engine.py tests/layouts/test_schedule.py tests/layouts/test_layout.py \
-    tests/models/test_exactness.py tests/parallel/test_sharding.py "$@"
+    tests/models/test_exactness.py tests/parallel/test_sharding.py tests/planner/test_planner.py \
+    tests/planner/baselines/test_baselines.py "$@"
 .venv/bin/python -m pytest --matrix -m nightly "$@"
 
 # What is written for other programs, compared with them; they stay out of .venv.
