@@ -9,7 +9,7 @@ from hypothesis import settings
 from hf_longctx.layouts.layout import Layout
 from hf_longctx.planner import CostModel, StepPlan, Topology
 
-many_examples = settings(max_examples=3 * settings().max_examples)
+many_examples = settings(max_examples=6 * settings().max_examples)
 """Of a profile: an example takes milliseconds here. scripts/nightly.sh draws many more."""
 
 
