@@ -120,7 +120,7 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
 
 
 def shard_evenly(accelerator: Any) -> None:
-    """Make accelerate's FSDP2 place weights as `even_placement` says."""
+    """Make accelerate's FSDP2 place weights as `even_placement` says, and each of them in one part: `apart_but_shared`."""
     prepare = accelerator._prepare_fsdp2
 
     def prepare_evenly(*prepared: Any, **options: Any) -> Any:
@@ -128,11 +128,32 @@ def shard_evenly(accelerator: Any) -> None:
         ranks = accelerator.num_processes
         if mesh is not None:
             ranks = mesh[tuple(accelerator.parallelism_config.fsdp_dim_names)].size(-1)
-        evenly = partial(fully_shard, shard_placement_fn=even_placement(ranks))
+        models = [part for part in prepared if isinstance(part, torch.nn.Module)]
+        evenly = apart_but_shared(models, partial(fully_shard, shard_placement_fn=even_placement(ranks)))
         with patch.object(torch.distributed.fsdp, "fully_shard", evenly):  # accelerate imports it where it calls it
             return prepare(*prepared, **options)
 
     accelerator._prepare_fsdp2 = prepare_evenly
+
+
+def apart_but_shared(models: Iterable[torch.nn.Module], shard: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap FSDP2's `shard` so that it leaves a part of these models to what is around it if one of its weights also stands
+    elsewhere: FSDP2 holds a weight in one part. Zamba's layers share a block; a BERT's embeddings are its head's weight, and the
+    head's bias stands in two modules."""
+    holders_of: dict[int, set[int]] = {}
+    for module in (module for model in models for module in model.modules()):
+        for weight in module.parameters(recurse=False):
+            holders_of.setdefault(id(weight), set()).add(id(module))
+    shared = [holders for holders in holders_of.values() if len(holders) > 1]
+
+    def shard_apart(part: Any, **options: Any) -> Any:
+        modules = part if isinstance(part, list) else [part]
+        inside = {id(module) for member in modules for module in member.modules()}
+        if any(holders & inside and holders - inside for holders in shared):
+            return part
+        return shard(part, **options)
+
+    return shard_apart
 
 
 def even_placement(ranks: int) -> Callable[[torch.nn.Parameter], Shard | None]:

@@ -1,6 +1,5 @@
 """Decoders unlike most: code that looks at values, layers inside layers, layers that differ, and layers that are skipped."""
 
-import copy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,44 +7,91 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, BartConfig
+from hf_longctx.hardware.config_fields import field_values
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BartConfig,
+)
 
 from hf_longctx import LongContextPlugin
-from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.parallel.sharding import apart_but_shared
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.precision import product_shape
 from hf_longctx.training import refusals
 from hf_longctx.training.request import Request
 from tests.builders.tiny_models import TINY
-from tests.builders.training_runs import documents, reference, train
+from tests.builders.training_runs import Run, documents, reference, train
+from tests.worlds.rank_pool import RankPool
+
+SIZES: dict[str, dict[str, Any]] = {
+    "xmod": {"default_language": "en_XX", "languages": ["en_XX"], "is_decoder": True},
+    "zamba2": {
+        "layers_block_type": ["mamba", "hybrid"] * 2,
+        "num_hidden_layers": 4,
+        "num_mem_blocks": 1,
+        "mamba_d_state": 8,
+        "n_mamba_heads": 4,
+        "mamba_ngroups": 1,
+    },
+    "roberta": {"is_decoder": True, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1},
+}
+"""Family -> fields of its configuration beside TINY."""
+LENGTHS = [17, 40, 3, 60]
+
+
+def odd_decoder(family: str) -> Any:
+    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
+    config = AutoConfig.for_model(family, **(TINY | dropout | {"max_position_embeddings": 128} | SIZES[family]))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return AutoModelForCausalLM.from_config(config)
+
+
+def odd_documents() -> Any:
+    """X-MOD and RoBERTa number tokens by where padding is, which documents here have none of."""
+    return [{"input_ids": [max(token, 2) for token in row["input_ids"]]} for row in documents(LENGTHS)]
+
+
+def trained(family: str, *settings: Any) -> Run:
+    return train(odd_decoder(family), odd_documents(), *settings)
 
 
 @pytest.mark.parametrize("family", ["xmod", "zamba2"])
 def test_decoders_whose_code_is_unlike_others_train_as_a_loop_over_documents(family: str, tmp_path: Path):
     """X-MOD looks at values, so that its costs are guessed; a layer of Zamba 2 holds another one that is checkpointed by itself.
     float32: losses and norms 1e-4 relative."""
-    sizes: dict[str, Any] = {
-        "xmod": {"default_language": "en_XX", "languages": ["en_XX"], "is_decoder": True},
-        "zamba2": {
-            "layers_block_type": ["mamba", "hybrid"],
-            "mamba_d_state": 8,
-            "n_mamba_heads": 4,
-            "mamba_ngroups": 1,
-        },
-    }
-    dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0)
-    config = AutoConfig.for_model(family, **(TINY | dropout | {"max_position_embeddings": 128} | sizes[family]))
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = AutoModelForCausalLM.from_config(config)
-    # X-MOD numbers tokens by where padding is, which documents here have none of.
-    rows: Any = [{"input_ids": [max(token, 2) for token in row["input_ids"]]} for row in documents([17, 40, 3, 60])]
     settings = {"output_dir": str(tmp_path), "max_steps": 2, "learning_rate": 1e-3}
-    batches = GlobalBatches(np.array([17, 40, 3, 60]), 3, documents=4)
-    losses, norms, _ = reference(copy.deepcopy(model), rows, batches, 2, settings)
-    trained = train(model, rows, {"capacity": 64, "global_batch_documents": 4}, settings)
-    assert trained.series("loss") == pytest.approx(losses, rel=1e-4)
-    assert trained.series("grad_norm") == pytest.approx(norms, rel=1e-3)
+    batches = GlobalBatches(np.array(LENGTHS), 3, documents=4)
+    losses, norms, _ = reference(odd_decoder(family), odd_documents(), batches, 2, settings)
+    run = trained(family, {"capacity": 64, "global_batch_documents": 4}, settings)
+    assert run.series("loss") == pytest.approx(losses, rel=1e-4)
+    assert run.series("grad_norm") == pytest.approx(norms, rel=1e-3)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("family", ["zamba2", "roberta"])
+def test_weights_that_stand_in_several_parts_are_sharded_once(ranks2: RankPool, family: str, tmp_path: Path):
+    """Zamba 2's layers share a block; RoBERTa's embeddings, which are a part of their own, are its head's weight, and its head's
+    bias stands in two modules. float32, as above."""
+    settings: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 1}
+    batches = GlobalBatches(np.array(LENGTHS), 3, documents=4)
+    losses, norms, _ = reference(odd_decoder(family), odd_documents(), batches, 1, settings)
+    plugin = {"capacity": 64, "global_batch_documents": 4, "sharding": "zero3"}
+    for run in ranks2.run(trained, family, plugin, settings | {"gradient_checkpointing": True}):
+        assert run.series("loss") == pytest.approx(losses, rel=1e-4)
+        assert run.series("grad_norm") == pytest.approx(norms, rel=1e-3)
+
+
+def test_parts_that_share_a_weight_with_others_are_left_to_what_is_around_them():
+    model = torch.nn.ModuleDict({name: torch.nn.Sequential(torch.nn.Linear(2, 2)) for name in "abcd"})
+    model["b"][0].weight = model["a"][0].weight
+    sharded: list[Any] = []
+    shard = apart_but_shared([model], lambda part: sharded.append(part) or part)
+    together = [model["a"], model["b"]]
+    for part in (*model.values(), together, [model["a"], model["c"]], model):
+        assert shard(part) is part
+    assert sharded == [model["c"], model["d"], together, model]
 
 
 def test_fields_that_differ_from_layer_to_layer_are_read_of_all():
