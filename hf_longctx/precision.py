@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
-from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.counting.config_fields import field_values
 from hf_longctx.hardware.devices import A100, CPU_DEVICES, gpu_speed, preset_of
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import CPU_CORES, CpuKind, RankSpeed

@@ -7,7 +7,8 @@ exchanges, and the bytes that backward needs.
     saved         what autograd keeps of each layer
     count         the counts of two forwards of different lengths, made into counts per token and per token squared
     records       the results: plain data
+    config_fields what a configuration says of layers that differ, and of heads, whatever their names
 
-hardware/model_sizes.py asks for the counts of families that it has no formula for. `records` alone is imported with the package:
-torch and transformers are imported once a model is counted.
+hardware/model_sizes.py asks for the counts of families that it has no formula for. The last two alone are imported with the
+package: torch and transformers are imported once a model is counted.
 """

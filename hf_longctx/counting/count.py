@@ -19,8 +19,16 @@ import torch
 
 from hf_longctx.counting import building
 from hf_longctx.counting.busiest import Busiest, Call, busiest
+from hf_longctx.counting.config_fields import head_counts
 from hf_longctx.counting.products import OUTSIDE, CountProducts, LayerProducts, Products
-from hf_longctx.counting.records import AttentionShape, CountedLayer, CountedModel, KeptBytes, KeptLayer
+from hf_longctx.counting.records import (
+    AttentionShape,
+    CountedLayer,
+    CountedModel,
+    KeptBytes,
+    KeptLayer,
+    ValueError,
+)
 from hf_longctx.counting.saved import AFTER, LayerSaved, Saved
 from hf_longctx.counting.stand_ins import LISTENER, REACHES
 
@@ -189,10 +197,11 @@ def _counted(keyed: _Keyed) -> _Counted:
         )
     scores = [score for _, score in free]
     # Without heads it is no attention: Mamba 2's fallback multiplies the states of all its blocks.
-    by_interface = bool(attention) or not any(scores) or not getattr(config.get_text_config(), "num_attention_heads", 0)
+    heads = head_counts(config)
+    by_interface = bool(attention) or not any(scores) or not heads
     if not by_interface:
         notes[OWN_SCORES] = None
-        attention = {index: [_own_attention(config, score)] for index, score in enumerate(scores) if score}
+        attention = {index: [_own_attention(heads, index, score)] for index, score in enumerate(scores) if score}
         scores = [0] * len(scores)
     experts = max(first.experts.values(), key=lambda entry: entry[1], default=None)
     stacked = {id(weight) for module, *_ in first.experts.values() for weight in module.parameters()}
@@ -332,15 +341,15 @@ def _per_token(first: Products, second: Products, index: int, lengths: tuple[int
     return max(0, many - squared * long * long) // long, squared
 
 
-def _own_attention(config: Any, scores: int) -> AttentionShape:
-    """Attention whose scores and sums of values take so many FLOPs per token squared, of all pairs."""
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None) or 1
-    kv_heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
-    if getattr(text, "multi_query", False) and not getattr(text, "new_decoder_architecture", False):
-        kv_heads = 1
-    width = max(1, scores // (4 * heads))
-    return AttentionShape(heads, min(kv_heads, heads), width, width)
+def _own_attention(heads: list[tuple[int, int]], layer: int, scores: int) -> AttentionShape:
+    """Attention whose scores and sums of values take so many FLOPs per token squared, of all pairs.
+
+    Args:
+        heads: of queries and of keys and values, as `head_counts` has them.
+    """
+    query_heads, kv_heads = heads[layer if len(heads) > 1 else 0]
+    width = max(1, scores // (4 * query_heads))
+    return AttentionShape(query_heads, kv_heads, width, width)
 
 
 def _projections(layers: list[torch.nn.Module]) -> dict[str, int]:

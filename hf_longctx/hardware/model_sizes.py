@@ -16,8 +16,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hf_longctx.counting.records import CountedModel
-from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.counting.config_fields import field_values
+from hf_longctx.counting.records import AttentionShape, CountedModel
 
 ALL_SLIDING = ("mistral", "mixtral")
 """Families with a formula of which every layer has the window that the configuration names."""
@@ -152,6 +152,20 @@ def windowed_layers(config: Any) -> tuple[int, int | None]:
     else:
         layers = list(getattr(config, "layer_types", None) or ()).count(SLIDING)
     return (layers, int(window)) if layers else (0, None)
+
+
+def attention_shapes(config: Any) -> tuple[AttentionShape, ...]:
+    """Return the calls of attention in a forward of a configuration's model, in the order of its layers; where only a formula is
+    known, those without a window first.
+
+    Raises:
+        ValueError: as `counted_model` and `Widths.of` do.
+    """
+    if (counted := counted_model(config)) is not None:
+        return counted.attention
+    widths, (with_window, window) = Widths.of(config), windowed_layers(config)
+    whole = AttentionShape(widths.heads, widths.kv_heads, widths.head_dim, widths.head_dim)
+    return (whole,) * (widths.layers - with_window) + (replace(whole, window=window),) * with_window
 
 
 def model_flops(config: Any) -> ModelFlops:

@@ -12,9 +12,11 @@ same time, as NCCL's hierarchical rings do: the slower of the two decides.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hf_longctx.counting.config_fields import head_counts
 from hf_longctx.hardware.devices import Cluster
 from hf_longctx.hardware.model_sizes import ModelSizes, model_flops
 from hf_longctx.hardware.nccl import (
@@ -85,7 +87,7 @@ class Machine:
         Raises:
             ValueError: a node has no whole number of such ranks, or the model's heads do not divide by it.
         """
-        heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None) or 1
+        heads = math.gcd(*(kv_heads for _, kv_heads in head_counts(config))) or 1
         if tensor_parallel < 1 or cluster.ranks_per_node % tensor_parallel or heads % tensor_parallel:
             both = [n for n in range(1, cluster.ranks_per_node + 1) if cluster.ranks_per_node % n == heads % n == 0]
             raise ValueError(

@@ -24,7 +24,7 @@ from transformers.integrations import integration_utils
 from transformers.trainer_utils import HubStrategy
 
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
-from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.counting.config_fields import field_values
 from hf_longctx.models.adapters.peft_adapters import copies_of_tied
 from hf_longctx.models.general import layers_drawn
 from hf_longctx.models.stages import loaded_stages

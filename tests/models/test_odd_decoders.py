@@ -1,5 +1,6 @@
 """Decoders unlike most: code that looks at values, layers inside layers, layers that differ, and layers that are skipped."""
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -7,17 +8,24 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hf_longctx.hardware.config_fields import field_values
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     BartConfig,
+    DbrxConfig,
+    FalconConfig,
+    Gemma3Config,
+    MambaConfig,
 )
+from transformers.models.dots3_note.configuration_dots3_note import Dots3NoteTextConfig
 
 from hf_longctx import LongContextPlugin
+from hf_longctx.counting.config_fields import field_values, head_counts
+from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.parallel.sharding import apart_but_shared
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.precision import product_shape
+from hf_longctx.simulator.machine import Machine
 from hf_longctx.training import refusals
 from hf_longctx.training.request import Request
 from tests.builders.tiny_models import TINY
@@ -111,6 +119,37 @@ def test_fields_that_differ_from_layer_to_layer_are_read_of_all():
 
     assert field_values(OfLayers(), "heads") == [4, 6]
     assert refusals._size(SimpleNamespace(config=OfLayers()), "heads") == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "heads"),
+    [
+        (SimpleNamespace(num_attention_heads=8), [(8, 8)]),
+        (SimpleNamespace(num_attention_heads=8, num_key_value_heads=None), [(8, 8)]),
+        (SimpleNamespace(num_attention_heads=8, num_key_value_heads=[4, 2]), [(8, 4), (8, 2)]),
+        (SimpleNamespace(n_head=8, multi_query=True), [(8, 1)]),
+        (FalconConfig(num_attention_heads=8), [(8, 1)]),
+        (FalconConfig(num_attention_heads=8, num_kv_heads=2, new_decoder_architecture=True), [(8, 2)]),
+        (DbrxConfig(n_heads=8, attn_config={"kv_n_heads": 2}), [(8, 2)]),
+        (BartConfig(encoder_attention_heads=2, decoder_attention_heads=4), [(4, 4)]),
+        (Gemma3Config(text_config={"num_attention_heads": 8, "num_key_value_heads": 2}), [(8, 2)]),
+        (MambaConfig(), []),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_heads_are_found_whatever_they_are_called(config: Any, heads: list[tuple[int, int]]):
+    assert head_counts(config) == heads
+
+
+def test_layers_that_differ_in_heads_are_counted_and_divided():
+    """dots3's full attention has fewer heads than its other layers."""
+    config = Dots3NoteTextConfig()
+    assert {type(pair) for pair in head_counts(config)} == {tuple}
+    assert len(set(head_counts(config))) > 1
+    common = math.gcd(*(kv_heads for _, kv_heads in head_counts(config)))
+    assert Machine.of(CLUSTERS["h100"], config).devices_per_rank == 1
+    with pytest.raises(ValueError, match=f"must divide 8 devices of a node and {common} key/value heads"):
+        Machine.of(CLUSTERS["h100"], config, tensor_parallel=3)
 
 
 @pytest.mark.parametrize(("sharding", "processes"), [("zero3", 2), ("ddp", 2), ("zero3", 1)])

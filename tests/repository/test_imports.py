@@ -27,11 +27,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "redaction": set(),
     "row_names": set(),
     "hardware": {"counting"},
-    "precision": {"hardware"},
+    "precision": {"counting", "hardware"},
     "attention": {"layouts", "hardware", "supervision"},
     "planner": {"counting", "hardware", "layouts"},
     "models": {"attention", "planner", "hardware", "layouts"},
-    "simulator": {"parallel", "hardware", "planner", "layouts"},
+    "simulator": {"parallel", "counting", "hardware", "planner", "layouts"},
     "data": {"planner", "layouts", "row_names"},
     "certificate": {"models", "attention", "data", "layouts"},
     "certified_patch": {"models", "certificate"},
@@ -41,10 +41,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"attention", "models", "supervision", "redaction"},
     "training": {
         *("layouts", "supervision", "hardware", "precision", "attention", "planner", "models", "data", "certificate"),
-        *("certified_patch", "settings", "parallel", "checkpoint", "redaction"),
+        *("certified_patch", "settings", "parallel", "checkpoint", "redaction", "counting"),
     },
     "inference": {"models", "attention", "data", "planner", "hardware", "precision", "layouts"},
-    "report": {"simulator", "planner", "hardware", "layouts", "redaction"},
+    "report": {"simulator", "planner", "counting", "hardware", "layouts", "redaction"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "run_documents", "registration", "run"}

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_longctx.hardware.config_fields import field_values
+from hf_longctx.counting.config_fields import field_values
 from hf_longctx.planner.plan import COLUMNS, SCALARS, StepPlan
 from hf_longctx.planner.topology import Topology
 from hf_longctx.redaction import redacted
