@@ -18,6 +18,7 @@ import math
 import os
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -32,13 +33,17 @@ from transformers import AutoModelForCausalLM
 from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.certified_patch import patch_model
+from hf_longctx.counting.config_fields import language_model
+from hf_longctx.counting.records import AttentionShape
 from hf_longctx.hardware.devices import gpu_speed
-from hf_longctx.hardware.model_sizes import model_flops, windowed_layers
+from hf_longctx.hardware.model_sizes import attention_shapes, model_flops
 from hf_longctx.hardware.profile import Part, Point, Profile
 from hf_longctx.layouts.layout import Layout, zigzag
+from hf_longctx.models.documents import documents_of, longest_of
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.parallel.reduction import all_finite, sum_step
 from hf_longctx.planner.cost.calibration import fit_speed, predict
+from hf_longctx.planner.topology import Documents
 from hf_longctx.precision import cpu_core, cpu_kind
 
 Precision = Literal["float32", "bfloat16", "autocast"]
@@ -113,12 +118,17 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
     Args:
         config: of a Hugging Face model; its weights are drawn at random.
         device: where this rank computes.
+
+    Raises:
+        ValueError: the model cannot be counted, or not be run over layouts.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     exchange = Exchange() if world_size > 1 else None
     ranks_per_node = exchange.ranks_per_node if exchange is not None else 1
+    flops = model_flops(config)  # a model that cannot be counted is refused before anything is measured
     bench = _Bench(config, device, settings, exchange)
-    measured = _measure(bench, cases(world_size, settings.longest), settings)
+    documents, most = documents_of(bench.model), longest_of(bench.model)
+    measured = _measure(bench, suited(cases(world_size, settings.longest), documents, most), settings)
     # Lengths are tokens, whatever the kernel makes of them; bytes are those of keys and values as they travel.
     half = settings.precision != "float32"
     preset = cpu_core(cpu_kind(), half) if device.type == "cpu" else gpu_speed(torch.cuda.get_device_name(device))
@@ -127,7 +137,6 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
     speed = fit_speed(fitted, config, preset, ranks_per_node=ranks_per_node)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host_bandwidth = bench.host_bandwidth()
-    flops = model_flops(config)
     return Profile(
         speed=speed,
         points=tuple(measured),
@@ -148,13 +157,27 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
         model={
             "model_type": config.model_type,
             "layers": flops.layers,
-            "hidden_size": config.hidden_size,
+            "hidden_size": flops.hidden,
             "parameters": flops.parameters,
             "gradient_checkpointing": int(settings.gradient_checkpointing),
         },
         versions={"torch": torch.__version__, "transformers": transformers.__version__},
         host_bandwidth=float(f"{host_bandwidth:.6g}"),
     )
+
+
+def suited(possible: Sequence[_Case], documents: Documents, most: int | None) -> list[_Case]:
+    """Return those of some cases that a model runs.
+
+    Args:
+        documents: how its documents may lie; see models/traits.py.
+        most: tokens that a document of it may have; None: any.
+    """
+    if documents != "split":
+        possible = [case for case in possible if case.ranks == 1 or not case.lengths]
+    if documents == "alone":
+        possible = [case for case in possible if len(case.lengths) < 2]
+    return [case for case in possible if most is None or max(case.lengths, default=0) <= most]
 
 
 def cases(world_size: int, longest: int) -> list[_Case]:
@@ -232,9 +255,8 @@ class _Bench:
     def __init__(self, config: Any, device: torch.device, settings: ProfileSettings, exchange: Exchange | None) -> None:
         self.config, self.device, self.settings, self.exchange = config, device, settings, exchange
         self.rank, self.world_size = (exchange.rank, exchange.world_size) if exchange is not None else (0, 1)
-        with_window, window = windowed_layers(config)
-        without = config.num_hidden_layers - with_window
-        self.windows = [None if layer < without else window for layer in range(config.num_hidden_layers)]
+        self.text = language_model(config)
+        self.attention = Counter(attention_shapes(config))
         dtype = torch.bfloat16 if settings.precision == "bfloat16" else torch.float32
         self.compute_dtype = torch.float32 if settings.precision == "float32" else torch.bfloat16
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).to(device)
@@ -318,7 +340,7 @@ class _Bench:
         if case.part == "attention":
             return self._attention(layout)
         tokens = layout.tokens(self.rank)
-        ids = torch.randint(self.config.vocab_size, (1, tokens), device=self.device)
+        ids = torch.randint(self.text.vocab_size, (1, tokens), device=self.device)
         counts = {"num_items_in_batch": sum(case.lengths), "num_tokens_in_batch": sum(case.lengths)}
 
         def run() -> None:
@@ -337,15 +359,32 @@ class _Bench:
 
     def _attention(self, layout: Layout) -> Callable[[], Any]:
         """Attention of all layers, forward and backward."""
-        q, k, v = (self._heads(layout.tokens(self.rank), heads).requires_grad_() for heads in self._head_counts())
-        grad = torch.randn_like(q)
-        alibi = self.config.model_type in EAGER_MODELS
-        slopes = torch.ones(q.shape[1], device=self.device) if alibi else None
+        tokens = layout.tokens(self.rank)
+        alibi, softcap = self.config.model_type in EAGER_MODELS, getattr(self.text, "attn_logit_softcapping", None)
+
+        def call_of(shape: AttentionShape) -> Callable[[], Any]:
+            dims = (
+                (shape.heads, shape.qk_width),
+                (shape.kv_heads, shape.qk_width),
+                (shape.kv_heads, shape.value_width),
+            )
+            q, k, v = (self._heads(tokens, *dim).requires_grad_() for dim in dims)
+            grad = self._heads(tokens, shape.heads, shape.value_width)
+            slopes = torch.ones(shape.heads, device=self.device) if alibi else None
+            features: dict[str, Any] = {"window": shape.window, "chunk": shape.chunk, "alibi_slopes": slopes}
+
+            def call() -> None:
+                out = layout_attention(q, k, v, layout, self.exchange, softcap=softcap, **features)
+                torch.autograd.grad(out, (q, k, v), grad)
+
+            return call
+
+        calls = [(call_of(shape), layers) for shape, layers in self.attention.items()]
 
         def run() -> None:
-            for window in self.windows:
-                out = layout_attention(q, k, v, layout, self.exchange, window=window, alibi_slopes=slopes)
-                torch.autograd.grad(out, (q, k, v), grad)
+            for call, layers in calls:
+                for _ in range(layers):
+                    call()
 
         return run
 
@@ -355,27 +394,29 @@ class _Bench:
         assert self.exchange is not None
         exchange, peers = self.exchange, _peers(self.rank, ranks, self.exchange.ranks_per_node)
         tokens = max(1, 3 * piece // 4)
-        rows = self._heads(tokens, self._head_counts()[1])
+        rows_of = {
+            shape: [self._heads(tokens, shape.kv_heads, width) for width in (shape.qk_width, shape.value_width)]
+            for shape in self.attention
+        }
+
+        def send(rows: Sequence[torch.Tensor], gradients: bool) -> None:
+            for to, origin in peers:
+                arriving = [(torch.empty_like(source), origin) for source in rows]
+                exchange.start([(source, to) for source in rows], arriving, gradients=gradients).wait()
 
         def run() -> None:
-            for _ in range(self.config.num_hidden_layers):
-                for source, gradients in ((rows, False), (rows, False), (rows.float(), True)):
-                    for to, origin in peers:
-                        arriving = [(torch.empty_like(source), origin) for _ in range(2)]  # keys and values
-                        exchange.start([(source, to)] * 2, arriving, gradients=gradients).wait()
+            for shape, layers in self.attention.items():
+                rows = rows_of[shape]
+                for _ in range(layers):
+                    send(rows, False)
+                    send(rows, False)
+                    send([source.float() for source in rows], True)
 
         return run
 
-    def _heads(self, tokens: int, heads: int) -> torch.Tensor:
-        """[T, heads, D]"""
-        config = self.config
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        return torch.randn(tokens, heads, head_dim, dtype=self.compute_dtype, device=self.device)
-
-    def _head_counts(self) -> tuple[int, int, int]:
-        heads = self.config.num_attention_heads
-        kv_heads = getattr(self.config, "num_key_value_heads", None) or heads
-        return heads, kv_heads, kv_heads
+    def _heads(self, tokens: int, heads: int, width: int) -> torch.Tensor:
+        """[tokens, heads, width]"""
+        return torch.randn(tokens, heads, width, dtype=self.compute_dtype, device=self.device)
 
 
 def _layout(lengths: Sequence[int], ranks: Sequence[int]) -> Layout:

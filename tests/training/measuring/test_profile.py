@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma4TextConfig, JetMoeConfig
 from typer import Typer
 from typer.testing import CliRunner
 
@@ -21,9 +22,9 @@ from hf_longctx.planner import CostModel, Topology
 from hf_longctx.planner.cost.calibration import fit_speed, predict
 from hf_longctx.precision import cpu_core, cpu_kind
 from hf_longctx.training.measuring import rank_profile as profile_module
-from hf_longctx.training.measuring.rank_profile import ProfileSettings, cases, profile_model
+from hf_longctx.training.measuring.rank_profile import ProfileSettings, cases, profile_model, suited
 from hf_longctx.training.measuring.step_costs import cost_model
-from tests.builders.tiny_models import FAMILIES, tiny_llama
+from tests.builders.tiny_models import FAMILIES, TINY, tiny_llama
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.launched import ROOT, Ended, accelerate_launch, run, torchrun
 
@@ -69,6 +70,45 @@ def test_ranks_measure_together_and_agree(in_order, ranks4):
     assert kinds(profiles[0]) >= parts | {("reduction", 4), ("optimizer", 4), ("micro_batch", 1)}
     assert profiles[0].device_bytes == profiles[0].host_bytes // 4
     assert profiles[0].backend == "gloo"
+
+
+def test_attention_is_timed_with_the_heads_of_each_layer(monkeypatch):
+    """Gemma 4's layers have heads of two widths, which no one field of its configuration says."""
+    monkeypatch.setattr(profile_module, "patch_model", lambda model: model)
+    sizes = TINY | {"hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 128, "num_kv_shared_layers": 0}
+    kinds = ["sliding_attention", "full_attention"]
+    config = Gemma4TextConfig(**sizes, layer_types=kinds, sliding_window=7, global_head_dim=32, pad_token_id=0)
+    bench = profile_module._Bench(config, CPU, QUICK, None)
+    assert {(shape.qk_width, shape.window): layers for shape, layers in bench.attention.items()} == {
+        (16, 7): 1,
+        (32, None): 1,
+    }
+    drawn: list[tuple[int, ...]] = []
+    own = bench._heads
+    monkeypatch.setattr(bench, "_heads", lambda *shape: drawn.append(shape) or own(*shape))
+    assert bench.seconds(profile_module._Case("attention", (24,)), 1) > 0
+    assert {shape[2] for shape in drawn} == {16, 32}
+
+
+def test_documents_that_must_stay_whole_or_end_are_measured_so():
+    possible = cases(4, 1024)
+    assert suited(possible, "split", None) == possible
+    whole, alone, short = (
+        suited(possible, "whole", None),
+        suited(possible, "alone", None),
+        suited(possible, "split", 100),
+    )
+    assert {case.ranks for case in whole if case.part == "micro_batch"} == {1}
+    assert {case.part for case in whole if case.ranks > 1} == {"reduction", "optimizer"}
+    assert {len(case.lengths) for case in alone} == {0, 1}
+    assert max(length for case in short for length in case.lengths) <= 100
+    assert any(len(case.lengths) > 1 for case in short)
+
+
+def test_a_model_that_cannot_be_counted_is_refused_before_it_is_measured(monkeypatch):
+    monkeypatch.setattr(profile_module, "_Bench", None)
+    with pytest.raises(ValueError, match="'jetmoe' cannot be counted: its forward does not run on shapes alone"):
+        profile_model(JetMoeConfig(hidden_size=64, num_hidden_layers=1, vocab_size=128), CPU, QUICK)
 
 
 def test_leftover_ranks_wait_for_groups_of_two(most_ranks):
