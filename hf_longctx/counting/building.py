@@ -7,6 +7,7 @@ billion parameters takes seconds. Modeling code that decides by values cannot ru
 from __future__ import annotations
 
 import copy
+import importlib
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -45,18 +46,34 @@ def transformers_config(config: Any) -> Any:
         ValueError: transformers has no causal language model of its type, or refuses its fields.
     """
     family = getattr(config, "model_type", None)
-    if family not in CLASSES and not _is_language_model_of(config):
+    if hasattr(config, "to_dict"):
+        made = copy.deepcopy(config)
+    else:
+        try:
+            made = AutoConfig.for_model(**vars(config))
+        except Exception as error:  # of any configuration's own checks
+            raise ValueError(f"model_type={family!r} cannot be counted: {_said(error)}") from error
+    if family not in CLASSES and class_with_head(made) is None and not _is_language_model_of(made):
         text = getattr(getattr(config, "text_config", None), "model_type", None)
         inside = f"; its text_config ({text}) may be counted" if text else ""
         raise ValueError(
             f"model_type={family!r} cannot be counted: transformers makes no causal language model of it{inside}"
         )
-    if hasattr(config, "to_dict"):
-        return copy.deepcopy(config)
+    return made
+
+
+def class_with_head(config: Any) -> Any:
+    """Return the class of causal language models that takes the text part of a larger configuration, as those of Emu 3 and Mllama
+    do: transformers lists it under the larger one's type alone. None: there is none."""
+    if config.model_type in CLASSES or config.is_encoder_decoder:
+        return None
+    modeling = type(config).__module__.replace("configuration_", "modeling_")
     try:
-        return AutoConfig.for_model(**vars(config))
-    except Exception as error:  # of any configuration's own checks
-        raise ValueError(f"model_type={family!r} cannot be counted: {_said(error)}") from error
+        module = importlib.import_module(modeling)
+    except ImportError:
+        return None
+    classes = (getattr(module, name, None) for name in CLASSES.values() if isinstance(name, str))
+    return next((cls for cls in classes if getattr(cls, "config_class", None) is type(config)), None)
 
 
 def _is_language_model_of(config: Any) -> bool:
@@ -101,6 +118,8 @@ def build(config: Any, dtype: torch.dtype) -> Built:
             with mode, _quiet(), no_init_weights():
                 if own.model_type in CLASSES:
                     model = AutoModelForCausalLM.from_config(own, dtype=dtype, attn_implementation=attention)
+                elif (cls := class_with_head(own)) is not None:
+                    model = cls._from_config(own, dtype=dtype, attn_implementation=attention)
                 else:
                     model = TextWithHead(AutoModel.from_config(own, dtype=dtype, attn_implementation=attention))
                 model.tie_weights()  # which is left out where nothing is initialised

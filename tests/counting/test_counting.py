@@ -9,9 +9,12 @@ import pytest
 import torch
 import transformers
 from torch.utils.flop_counter import FlopCounterMode
+from transformers.models.emu3.configuration_emu3 import Emu3TextConfig
+from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
 from hf_longctx.commands.shared.costs import read_config
 from hf_longctx.commands.shared.models import transformers_config
+from hf_longctx.counting.building import class_with_head
 from hf_longctx.counting.count import SHORT, count_kept, count_model
 from hf_longctx.hardware import model_sizes
 from hf_longctx.hardware.kernel_bytes import Conditions, float32_operands
@@ -373,3 +376,35 @@ def test_the_language_model_of_a_model_that_sees_is_counted_as_one_with_a_head(t
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     seeing = count_model(transformers.Qwen3VLTextConfig(**sizes, rope_parameters=rope))
     assert seeing == count_model(transformers.Qwen3Config(**sizes))
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        (Emu3TextConfig, {}),
+        (
+            MllamaTextConfig,
+            {"cross_attention_layers": [1], "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+        ),
+    ],
+    ids=["emu3", "mllama"],
+)
+def test_a_language_model_that_is_listed_under_the_whole_models_type_is_counted(config: type, fields: dict[str, Any]):
+    """FLOPs and exchange as of a Llama of as many layers; Mllama's, without images, runs all but those that look at them."""
+    sizes = {
+        "vocab_size": 128,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "pad_token_id": 0,
+    }
+    text = config(**sizes, **fields)
+    with torch.device("meta"):
+        parameters = sum(weight.numel() for weight in class_with_head(text)(text).parameters())
+    counted, seeing = model_flops(text), len(fields.get("cross_attention_layers", ()))
+    assert count_model(text).parameters == parameters
+    llama = model_flops(transformers.LlamaConfig(**(sizes | {"num_hidden_layers": 3 - seeing})))
+    assert replace(counted, parameters=0) == replace(llama, parameters=0)
+    assert MemoryModel.from_config(text, sharding="zero3", world_size=2).layer_token > 0
