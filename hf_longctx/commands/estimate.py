@@ -12,6 +12,7 @@ import typer
 from hf_longctx.commands.shared.memory_table import Estimate, memory_table
 from hf_longctx.commands.shared.room import Room, read_room
 from hf_longctx.commands.shared.tokens import size_of, token_count
+from hf_longctx.counting.records import NotCountedError
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import product_scratch
@@ -125,7 +126,11 @@ def estimate(
         return room.with_outside(counted_tensors, ranks, tensor_parallel=tensor_parallel)
 
     shardings = [kind for kind in SHARDING if not (optimizer_on_host and kind == "ddp")]  # there is no FSDP2 in ddp
-    results = [_estimate(kind, counted(kind), room, length, ranks, offload, reserve) for kind in shardings]
+    try:
+        results = [_estimate(kind, counted(kind), room, length, ranks, offload, reserve) for kind in shardings]
+    except NotCountedError as error:
+        trained = None if lora or optimizer_on_host else 2 * weight + settings["optimizer_bytes"]
+        raise ValueError(f"{error}. {_without_activations(config, weight, trained, ranks)}") from error
     console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
@@ -140,6 +145,24 @@ def estimate(
     console.print(memory_table(results))
     for result in results:
         console.print(f"{result.sharding}: {_verdict(result, room, length, tensor_parallel)}", soft_wrap=True)
+
+
+def _without_activations(config: Any, weight: int, states: int | None, ranks: int) -> str:
+    """Say what is known of the memory of a model that cannot be counted.
+
+    Args:
+        weight: bytes of a weight.
+        states: bytes of a weight, its gradient and its optimizer; None: not all weights are trained, or here.
+    """
+    from hf_longctx.counting.count import count_parameters
+
+    parameters = count_parameters(config)
+    what = "weights alone" if states is None else "weights, gradients and optimizer"
+    whole = parameters * (weight if states is None else states) / 2**30
+    return (
+        f"What is known: {what} of its {parameters:,} parameters take {whole:.1f} GiB on each rank with ddp, and at least "
+        f"{whole / ranks:.1f} with zero3 on {ranks}; activations come on top, and how long a document may be has to be tried"
+    )
 
 
 def _estimate(

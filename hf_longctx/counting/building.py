@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES as BASES
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
+from hf_longctx.counting.records import NotCountedError
 from hf_longctx.counting.stand_ins import NAME
 
 REMEDY = "valid: models whose code decides nothing by values, as loops over the experts that were chosen do"
@@ -43,7 +44,7 @@ def transformers_config(config: Any) -> Any:
     """Return a configuration of transformers with these fields; one that is of transformers already is copied.
 
     Raises:
-        ValueError: transformers has no causal language model of its type, or refuses its fields.
+        NotCountedError: transformers has no causal language model of its type, or refuses its fields.
     """
     family = getattr(config, "model_type", None)
     if hasattr(config, "to_dict"):
@@ -52,11 +53,11 @@ def transformers_config(config: Any) -> Any:
         try:
             made = AutoConfig.for_model(**vars(config))
         except Exception as error:  # of any configuration's own checks
-            raise ValueError(f"model_type={family!r} cannot be counted: {_said(error)}") from error
+            raise NotCountedError(f"model_type={family!r} cannot be counted: {_said(error)}") from error
     if family not in CLASSES and class_with_head(made) is None and not _is_language_model_of(made):
         text = getattr(getattr(config, "text_config", None), "model_type", None)
         inside = f"; its text_config ({text}) may be counted" if text else ""
-        raise ValueError(
+        raise NotCountedError(
             f"model_type={family!r} cannot be counted: transformers makes no causal language model of it{inside}"
         )
     return made
@@ -107,7 +108,7 @@ def build(config: Any, dtype: torch.dtype) -> Built:
     """Make a model of a configuration of transformers, in evaluation mode.
 
     Raises:
-        ValueError: it cannot be made, with what transformers says.
+        NotCountedError: it cannot be made, with what transformers says.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     errors = []
@@ -131,14 +132,14 @@ def build(config: Any, dtype: torch.dtype) -> Built:
             if hasattr(inner, "to_dict"):
                 inner._experts_implementation = NAME
         return Built(model.eval(), mode, attention == NAME)
-    raise ValueError(f"{named(config)} cannot be counted: it cannot be made, {_said(errors[0])}") from errors[0]
+    raise NotCountedError(f"{named(config)} cannot be counted: it cannot be made, {_said(errors[0])}") from errors[0]
 
 
 def forward(built: Built, ids: torch.Tensor) -> None:
     """Run one document, ids int64 [1, T], through the model.
 
     Raises:
-        ValueError: its code needs values, with the line that does.
+        NotCountedError: its code needs values, with the line that does.
     """
     try:
         # Masks of one document: whether a row holds several is found in values of positions.
@@ -146,7 +147,7 @@ def forward(built: Built, ids: torch.Tensor) -> None:
             built.model(input_ids=ids, use_cache=False)
     except Exception as error:  # of any modeling code
         config = built.model.config
-        raise ValueError(
+        raise NotCountedError(
             f"{named(config)} cannot be counted: its forward does not run on shapes alone, {_said(error)}; {REMEDY}"
         ) from error
 

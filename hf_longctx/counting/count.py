@@ -27,7 +27,7 @@ from hf_longctx.counting.records import (
     CountedModel,
     KeptBytes,
     KeptLayer,
-    ValueError,
+    NotCountedError,
 )
 from hf_longctx.counting.saved import AFTER, LayerSaved, Saved
 from hf_longctx.counting.stand_ins import LISTENER, REACHES
@@ -60,9 +60,19 @@ def count_model(config: Any) -> CountedModel:
     """Count a configuration of transformers, or anything with the fields of one; counted once for the same fields.
 
     Raises:
-        ValueError: transformers makes no causal language model of it, or its forward does not run on shapes alone.
+        NotCountedError: transformers makes no causal language model of it, or its forward does not run on shapes alone.
     """
     return _counted(_Keyed.of(config)).model
+
+
+def count_parameters(config: Any) -> int:
+    """Count the weights of a configuration's model, also where nothing else of it can be counted.
+
+    Raises:
+        NotCountedError: transformers makes no causal language model of it.
+    """
+    built = building.build(building.transformers_config(config), torch.float32)
+    return sum(weight.numel() for weight in built.model.parameters())
 
 
 def count_kept(
@@ -83,7 +93,7 @@ def count_kept(
         adapter_bytes: of the adapters' weights where they compute.
 
     Raises:
-        ValueError: as of `count_model`; or attention does not go through transformers' interface, so that it keeps scores of
+        NotCountedError: as of `count_model`; or attention does not go through transformers' interface, so that it keeps scores of
             all pairs, whose bytes are not linear in the tokens.
     """
     return _count_kept(_Keyed.of(config), weight_bytes, activation_bytes, lora_rank, lora_targets, adapter_bytes)
@@ -192,7 +202,7 @@ def _counted(keyed: _Keyed) -> _Counted:
     free = [_per_token(first.products, second.products, index, lengths) for index in range(len(first.layers))]
     attention = dict(first.attention)
     if OUTSIDE in attention:
-        raise ValueError(
+        raise NotCountedError(
             f"{building.named(config)} cannot be counted: attention runs outside of its lists of decoder layers"
         )
     scores = [score for _, score in free]
@@ -262,7 +272,7 @@ def _count_kept(
     counted = _counted(keyed)
     built, lengths = building.build(config, DTYPES[weight_bytes]), counted.lengths
     if not counted.by_interface:
-        raise ValueError(
+        raise NotCountedError(
             f"{building.named(config)}: memory cannot be counted. Its attention does not go through transformers' interface and "
             "keeps scores of all pairs of tokens, whose bytes are not linear in the tokens. Valid: a capacity in tokens"
         )
@@ -322,7 +332,7 @@ def _runs(built: building.Built) -> tuple[tuple[int, int], list[_Run]]:
         return SHORT, short
     try:
         return LONG, [_run(built, tokens) for tokens in LONG]
-    except ValueError:
+    except NotCountedError:
         return SHORT, short
 
 

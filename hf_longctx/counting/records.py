@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
+class NotCountedError(ValueError):
+    """A model cannot be counted, or its memory cannot; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
     """One call of attention in a forward of the model."""

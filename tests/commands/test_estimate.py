@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, get_peft_model
+from transformers import FalconConfig, FalconForCausalLM
 
 from hf_longctx import Layout, Segment, patch_model
 from hf_longctx.cli import main
@@ -131,6 +132,22 @@ def test_what_an_all_to_all_brings_is_kept_with_attention(capsys):
 def test_what_cannot_be_estimated(capsys, arguments: list[str], message: str):
     assert main(["estimate", *arguments, "--context", "1000"]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_what_is_known_of_a_model_that_cannot_be_counted_is_said(capsys, tmp_path):
+    sizes = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = FalconConfig(**sizes)
+    config.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        parameters = sum(weight.numel() for weight in FalconForCausalLM(config).parameters())
+    command = ["estimate", str(tmp_path), "--context", "1000", "--gpus", "4", "--dtype", "float32"]
+    assert main(command) == 2
+    message = " ".join(capsys.readouterr().err.split())
+    assert "'falcon': memory cannot be counted" in message
+    assert f"weights, gradients and optimizer of its {parameters:,} parameters take" in message
+    assert "activations come on top" in message
+    assert main([*command, "--lora", "8"]) == 2
+    assert f"weights alone of its {parameters:,} parameters" in " ".join(capsys.readouterr().err.split())
 
 
 # Adapters
