@@ -42,6 +42,7 @@ from hf_longctx.training.run_start import (
     FINISHED,
     FirstResults,
     announce,
+    data_summary,
     last_step,
     next_plan,
     say_done,
@@ -99,8 +100,7 @@ def run(config: Config) -> LongContextTrainer:
         trainer.accelerator.wait_for_everyone()
         return trainer
     output = trainer.args.output_dir
-    results: dict[str, Any] = {"documents": len(trainer.train_dataset), "ranks": trainer.args.world_size}
-    results |= start.kept_results
+    results: dict[str, Any] = data_summary(trainer) | start.kept_results
     if trainer.is_world_process_zero():
         announce(trainer, start, last, plan)
     if trainer.eval_dataset is not None and start.anew:

@@ -16,6 +16,7 @@ from transformers.utils import logging
 
 from hf_longctx.checkpoint.choice import begins_from, left_by_earlier_run, seems_fit
 from hf_longctx.checkpoint.folder import checkpoints
+from hf_longctx.data.loader import PlannedSteps
 from hf_longctx.training.run_data import position_of, training_values
 from hf_longctx.training.trainer import LongContextTrainer
 
@@ -142,19 +143,44 @@ class FirstResults(TrainerCallback):
             write_results(args.output_dir, self._results)
 
 
+def data_summary(trainer: LongContextTrainer) -> dict[str, int]:
+    """Count what is trained on, before the first step: rows of the data set, and the documents that they are in training. A row
+    that is left out is none (`drop`, or nothing to learn in it), one that is cut is one for each of its pieces."""
+    pieces = trainer.training_steps().pieces
+    return {
+        "rows": len(pieces.index.lengths),
+        "documents": len(pieces),
+        "ranks": trainer.args.world_size,
+    }
+
+
+def documents_trained(steps: PlannedSteps, done: int) -> int:
+    """Count the documents of the first `done` optimizer steps: one that comes in two epochs counts twice."""
+    epoch, count = 0, 0
+    while done > 0:
+        batches = steps.plans.epoch(epoch)
+        count += sum(len(batches[step]) for step in range(min(done, len(batches))))
+        epoch, done = epoch + 1, done - len(batches)
+    return count
+
+
 def training_summary(trainer: LongContextTrainer) -> dict[str, float]:
-    """Return the mean loss of training, under `train_loss`, once that has ended. Where no step was left to train, it is what the
-    run had said when it trained the last one, and joins the log again; empty where that is not known."""
+    """Return how many documents all steps have trained on, `documents_trained`, and their mean loss, `train_loss`, once training
+    has ended. Where no step was left to train, the loss is what the run had said when it trained the last one, and joins the log
+    again; it is left out where it is not known."""
+    trained: dict[str, float] = {
+        "documents_trained": documents_trained(trainer.training_steps(), trainer.state.global_step)
+    }
     log = trainer.state.log_history
     summary = next((entry for entry in reversed(log) if "train_loss" in entry), None)
     if summary is None:
         before = _json(Path(trainer.args.output_dir) / TRAINER_STATE_NAME).get("log_history", [])
         told = [entry for entry in before if "train_loss" in entry and entry.get("step") == trainer.state.global_step]
         if not told or before[: len(log)] != log:  # of another run, which this one has overwritten in part
-            return {}
+            return trained
         summary = told[-1]
         log.append(summary)
-    return {"train_loss": summary["train_loss"]}
+    return trained | {"train_loss": summary["train_loss"]}
 
 
 def _ranks(count: int) -> str:

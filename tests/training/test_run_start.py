@@ -10,6 +10,7 @@ import yaml
 from hf_longctx import cli
 from hf_longctx.config import load_config
 from hf_longctx.run import run
+from hf_longctx.training.run_start import documents_trained
 from hf_longctx.training.trainer import LongContextTrainer
 from tests.builders.tiny_models import TINY
 from tests.builders.training_runs import documents, fresh_accelerator_state
@@ -77,6 +78,19 @@ def test_a_run_that_has_all_its_steps_makes_the_results_that_are_missing(file, c
     (out / "results.json").unlink()
     once(file)
     assert "train_loss" not in results(file), "which nobody knows any more, and which is not 0"
+
+
+def test_results_count_what_was_trained_on(file):
+    """Each row of 50 and of 60 tokens becomes two pieces of at most 40, and that of 90 three; a step has 4 documents."""
+    once(file, "longctx.long_documents=split", "longctx.longest_document=40")
+    counted = {name: results(file)[name] for name in ("rows", "documents", "documents_trained", "ranks")}
+    assert counted == {"rows": 12, "documents": 16, "documents_trained": 8, "ranks": 1}
+
+
+def test_documents_of_all_epochs_are_counted(file):
+    trainer = once(file)
+    steps = trainer.training_steps()
+    assert [documents_trained(steps, done) for done in (0, 1, 3, 4, 7)] == [0, 4, 12, 16, 28]
 
 
 def test_a_resumed_run_says_from_where_and_plans_its_next_step(file, capsys):
