@@ -85,6 +85,10 @@ quote it.
   more than 4 times the rounding of the plain model there (or 16 eps of the dtype, if that is more) is refused, and so is a copy
   that fails where the plain one runs. Where rounding hides too much, the plain copy does not run so either, or a kernel takes no
   heads as small as the copy's, the certificate says that this is not covered; nor are the stages of a pipeline.
+- **In half precision** no layout makes a model less exact: over 150 types on CPU in bfloat16 and float16, split or whole,
+  gradients are as far from float64 as the plain model's are, but for chance. Two runs of a mixture of experts differ all the
+  same: experts that are about as good are chosen otherwise after any rounding. A tiny gpt-oss under autocast is 6 % off in its
+  gradients for this, the plain one and ours alike, and 2 % where every expert is taken.
 - **Could not be tested**: the rule found no small sizes that the class takes. `hf-longctx certify MODEL --config tiny.json`
   tests yours: a JSON object with those fields of `config.json` that are to be smaller. Switches must stay as they are.
   Training finds the certificate in the cache (that of rank 0's machine), as long as it asks for the same configuration.
