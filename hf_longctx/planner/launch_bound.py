@@ -48,9 +48,9 @@ def bound_of_launches(work: np.ndarray, tokens: np.ndarray, micro_batch: int, to
     work, tokens = work[by_density], tokens[by_density]
     ends, done = np.cumsum(tokens), np.cumsum(work)
     few = np.arange(ranks)  # n
-    held = few * (fewest * capacity)
-    last = np.searchsorted(ends, held)  # of the densest documents, the one that is held in part
+    room = few * (fewest * capacity)
+    last = np.searchsorted(ends, room)  # of the densest documents, the one that they hold in part
     # In floats, as the product may exceed 64 bits, and rounded up: the same on every machine.
-    part = np.ceil((held - (ends - tokens)[last]) / tokens[last] * work[last] * ROUNDED).astype(np.int64)
+    part = np.ceil((room - (ends - tokens)[last]) / tokens[last] * work[last] * ROUNDED).astype(np.int64)
     densest = (done - work)[last] + np.minimum(part, work[last])
     return max(bound, int(((fewest + 1) * micro_batch + (total - densest) // (ranks - few)).min()))
