@@ -195,6 +195,41 @@ def test_a_stop_that_one_rank_asks_for_stops_all(ranks2: RankPool, tmp_path):
     assert [len(run.held) for run in runs] == [4, 4]
 
 
+class AsksWhile(TrainerCallback):
+    """On rank 1 alone: asks for something while step 2 is logged, evaluated or saved."""
+
+    def __init__(self, moment: str, request: str) -> None:
+        self.request = request
+        setattr(self, moment, self.ask)
+
+    def ask(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if args.process_index == 1 and state.global_step == 2:
+            setattr(control, self.request, True)
+
+
+@pytest.mark.parametrize(
+    ("moment", "asked", "steps", "evaluations"),
+    [
+        ("on_log", "should_training_stop", 2, 1),
+        ("on_log", "should_evaluate", 4, 2),
+        ("on_evaluate", "should_save", 4, 2),
+        ("on_save", "should_training_stop", 2, 1),
+    ],
+)
+def test_what_one_rank_asks_for_while_steps_are_logged_all_do(
+    moment: str, asked: str, steps: int, evaluations: int, ranks2: RankPool, tmp_path
+):
+    settings = {"output_dir": tmp_path, "num_train_epochs": 1, "eval_steps": 2}
+    settings |= {"eval_strategy": "epoch" if asked == "should_evaluate" else "steps"}
+    settings |= {"save_strategy": "steps", "save_steps": 2 if moment == "on_save" else 100}
+    plugin = {"capacity": MOST // 2, "global_batch_documents": 5}
+    rows, evaluated = documents(LENGTHS), documents([9, 12])
+    asks = AsksWhile(moment, asked)
+    for run in ranks2.run(train, "llama", rows, plugin, settings, eval_rows=evaluated, callbacks=[asks]):
+        assert len(run.held) == steps
+        assert len(run.series("eval_loss")) == evaluations
+
+
 # Documents that cannot be trained on
 
 
