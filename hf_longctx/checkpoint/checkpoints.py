@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.nn import Parameter
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint.adapter_weights import adapter_weights, has_adapters, second_names, trained_adapters
 from hf_longctx.checkpoint.choice import chosen_checkpoint, damaged
 from hf_longctx.checkpoint.export import (
     TRAINING_ARGUMENTS,
@@ -251,12 +253,13 @@ class Checkpoints:
                 f"{TRAINING_ARGUMENTS}.json": public_arguments(trainer.args),
             }
 
+        shared = second_names(as_peft_saves(model)) if adapters else {}
+
         def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
             if adapters:  # others than those that are trained lie where they were loaded from
-                trained = [
-                    adapter for adapter in model.peft_config if any(f".{adapter}." in f"{name}." for name in whole)
-                ]
-                as_peft_saves(model).save_pretrained(folder, state_dict=dict(whole), selected_adapters=trained)
+                by_all_names = whole | {name: whole[first] for name, first in shared.items() if first in whole}
+                adapted, trained = as_peft_saves(model), trained_adapters(model, whole)
+                adapted.save_pretrained(folder, state_dict=by_all_names, selected_adapters=trained)
             self._export_configuration(folder)
 
         return Contents(
@@ -326,7 +329,13 @@ class Checkpoints:
         """Read what this rank holds of a checkpoint's weights."""
         self._trainer.progress.begin("reading the checkpoint")
         bare = self.model if model is None else self._trainer.accelerator.unwrap_model(model)
-        CheckpointReader(Path(folder)).read_weights(_saved_weights(bare))
+        reader, weights = CheckpointReader(Path(folder)), _saved_weights(bare)
+        if has_adapters(bare):  # checkpoints that are older than their buffers have none
+            saved = reader.manifest.weights
+            weights = {
+                name: tensor for name, tensor in weights.items() if isinstance(tensor, Parameter) or name in saved
+            }
+        reader.read_weights(weights)
 
     def load_best(self) -> None:
         """Read the best checkpoint after training, once it is there."""
@@ -363,20 +372,12 @@ class Checkpoints:
             restore_random_state(saved)
 
 
-def has_adapters(model: Any) -> bool:
-    """Whether PEFT trains something beside a model that stays as it is."""
-    return bool(getattr(model, "peft_config", None))
-
-
 def _saved_weights(model: Any) -> dict[str, torch.Tensor]:
     """Return what a checkpoint holds of a model, as this rank has it: all, or with adapters what is trained. What other stages of
     a pipeline have comes without memory (meta)."""
     cut = cut_of(model)
     if has_adapters(model):
-        own = distinct({name: weight for name, weight in model.named_parameters() if weight.requires_grad})
-        elsewhere = (
-            {} if cut is None else {name: tensor for name, tensor in cut.elsewhere.items() if tensor.requires_grad}
-        )
+        own, elsewhere = adapter_weights(model, {} if cut is None else cut.elsewhere)
     else:
         own = distinct(model.state_dict(keep_vars=True))
         elsewhere = {} if cut is None else cut.elsewhere

@@ -16,6 +16,9 @@ from peft import (
     PeftModel,
     PrefixTuningConfig,
     PromptTuningConfig,
+    TinyLoraConfig,
+    VBLoRAConfig,
+    VeraConfig,
     get_peft_model,
 )
 from safetensors.torch import load_file
@@ -141,6 +144,36 @@ def test_only_adapters_are_saved_plain_peft_loads_them_and_training_resumes(tmp_
     assert resumed.series("loss") == whole.series("loss")
     for name, weight in whole.weights.items():
         torch.testing.assert_close(resumed.weights[name], weight, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [VeraConfig(r=4), VBLoRAConfig(r=4, num_vectors=16, vector_length=8, topk=2), TinyLoraConfig(r=2)],
+    ids=["buffers", "a shared weight", "both"],
+)
+def test_checkpoints_hold_what_methods_share_among_layers_or_keep_in_buffers(config: Any, tmp_path: Path):
+    def adapted(seed: int) -> Any:
+        torch.manual_seed(seed)
+        return get_peft_model(tiny_llama(), type(config)(**config.to_dict() | {"target_modules": ["o_proj"]}))
+
+    settings = {
+        "output_dir": str(tmp_path),
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "max_steps": 2,
+        "learning_rate": 0.1,
+    }
+    rows, plugin, trained = documents(LENGTHS), {"capacity": 200, "global_batch_documents": 6}, adapted(5)
+    train(trained, rows, plugin, settings)
+    ids = torch.arange(50)[None]
+    plain = PeftModel.from_pretrained(tiny_llama(), tmp_path / "checkpoint-2").eval()
+    resumed = adapted(6)  # with other buffers, where they are drawn
+    train(resumed, rows, plugin, settings | {"save_strategy": "no"}, resume=str(tmp_path / "checkpoint-1"))
+    with torch.no_grad():
+        expected = trained.eval()(input_ids=ids).logits
+        for model in (plain, resumed.eval()):
+            torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
+        assert not torch.allclose(tiny_llama()(input_ids=ids).logits, expected, atol=1e-2)
 
 
 def test_adapters_of_half_precision_weights_are_float32_and_leave_head_and_experts_alone():

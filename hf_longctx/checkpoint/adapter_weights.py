@@ -1,0 +1,66 @@
+"""The weights of a checkpoint beside a model that stays as it is: what PEFT trains, and what its methods need besides.
+
+Most methods keep all that they are in parameters that are trained. Some share one among layers, which has a name in each of
+them, or keep projections as buffers:
+
+    base_model.vera_A.default                                     a buffer, without which PEFT refuses to save or to load
+    base_model.vblora_vector_bank.default                         trained; PEFT asks for it by this name
+    base_model.model...q_proj.vblora_vector_bank.default          the same tensor
+
+A checkpoint holds each tensor once, by its first name; PEFT's own file is written with all names at hand. Nothing is sent.
+"""
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.nn import Parameter
+
+from hf_longctx.checkpoint.written_shares import distinct
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether PEFT trains something beside a model that stays as it is."""
+    return bool(getattr(model, "peft_config", None))
+
+
+def adapter_weights(
+    model: Any, elsewhere: Mapping[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return name -> what is trained, and the buffers of adapters that go with it, each once: of this process, and of what other
+    stages of a pipeline have (`elsewhere`)."""
+    own = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    others = {name: weight for name, weight in elsewhere.items() if weight.requires_grad}
+    adapters = trained_adapters(model, [*own, *others])
+    own |= {name: buffer for name, buffer in _saved_buffers(model) if _is_of(adapters, name)}
+    others |= {
+        name: buffer
+        for name, buffer in elsewhere.items()
+        if not isinstance(buffer, Parameter) and _is_of(adapters, name)
+    }
+    return distinct(own), others
+
+
+def trained_adapters(model: Any, names: Collection[str]) -> list[str]:
+    """Return the adapters that weights of these names belong to."""
+    return [adapter for adapter in model.peft_config if any(_is_of([adapter], name) for name in names)]
+
+
+def second_names(model: Any) -> dict[str, str]:
+    """Return the other names of shared weights and buffers -> the first one, which a checkpoint has."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *_saved_buffers(model)]
+    return {name: before for name, tensor in named if (before := first.setdefault(id(tensor), name)) != name}
+
+
+def _is_of(adapters: Collection[str], name: str) -> bool:
+    """Tell whether a weight or buffer belongs to one of these adapters, whose name is a part of its own."""
+    return any(f".{adapter}." in f"{name}." for adapter in adapters)
+
+
+def _saved_buffers(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that a state dict has, under all their names."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
