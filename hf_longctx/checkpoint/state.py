@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
@@ -20,6 +21,8 @@ from hf_longctx.checkpoint.reader import CheckpointReader, some
 
 OF_GROUPS = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 """Parts of a schedule's state that may be lists, and then have one entry for each group."""
+PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
+"""Classes of tensors that checkpoints hold."""
 
 
 def optimizer_tensors(
@@ -41,6 +44,11 @@ def optimizer_tensors(
         name = order[index]
         for kind, value in of_weight.items():
             if isinstance(value, torch.Tensor):
+                if type(value) not in PLAIN:
+                    raise CheckpointError(
+                        f"the optimizer's {kind} is a {type(value).__name__}, which a checkpoint cannot hold. Valid: one whose "
+                        "state is made of plain tensors, save_only_model=True, or save_strategy='no'"
+                    )
                 tensors[f"{kind}/{name}"] = name, value
             else:
                 values[f"{kind}/{name}"] = as_json(value, f"the optimizer's {kind}")
@@ -48,7 +56,19 @@ def optimizer_tensors(
     for group in state["param_groups"]:
         settings = {key: as_json(value, f"the optimizer's {key}") for key, value in group.items() if key != "params"}
         groups.append(settings | {"params": [order[index] for index in group["params"]]})
-    kept = {"kind": _kind(optimizer), "tensors": sorted(tensors), "groups": groups, "values": values}
+    in_tensors = {
+        key: str(value.dtype).removeprefix("torch.")
+        for group in state["param_groups"]
+        for key, value in group.items()
+        if isinstance(value, torch.Tensor)
+    }
+    kept = {
+        "kind": _kind(optimizer),
+        "tensors": sorted(tensors),
+        "groups": groups,
+        "values": values,
+        "in_tensors": in_tensors,
+    }
     return tensors, kept
 
 
@@ -75,7 +95,7 @@ def merged(
                     entries.append(of_stage[name][number])
     tensors = sorted({key for stage in kept for key in stage["tensors"]})
     values = {key: value for stage in kept for key, value in stage["values"].items()}
-    return {"kind": kept[0]["kind"], "tensors": tensors, "groups": groups, "values": values}, schedule
+    return dict(kept[0]) | {"tensors": tensors, "groups": groups, "values": values}, schedule
 
 
 def _is_of_groups(name: str, value: Any) -> bool:
@@ -140,7 +160,12 @@ def load_optimizer(
                 "settings each (weight decay, learning rate). Group them as they were"
             )
         origin.append(number[names[0]] if names else 0)
-        groups.append(of_group[0] | {"params": [index[name] for name in names]})
+        in_tensors = {
+            key: torch.tensor(of_group[0][key], dtype=getattr(torch, dtype))
+            for key, dtype in saved.get("in_tensors", {}).items()
+            if key in of_group[0]
+        }
+        groups.append(of_group[0] | in_tensors | {"params": [index[name] for name in names]})
     state: dict[str, dict[str, Any]] = {}
     for key, entry in (reader.manifest.optimizer or {}).items():
         kind, _, name = key.partition("/")

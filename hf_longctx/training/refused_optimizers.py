@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 
 from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
 from hf_longctx.parallel.sharding import expert_parallel, is_sharded
@@ -17,6 +18,9 @@ from hf_longctx.training.muon import muon_settings
 from hf_longctx.training.request import Request
 
 UPDATING_IN_BACKWARD = tuple(name for name in OptimizerNames if name.endswith("_layerwise") or name.endswith("lomo"))
+
+QUANTISED = (OptimizerNames.ADAMW_TORCH_4BIT, OptimizerNames.ADAMW_TORCH_8BIT)
+"""Optimizers of torchao, with their own classes of tensors."""
 
 
 def optimizer_of_arguments(request: Request) -> Iterator[Problem]:
@@ -41,6 +45,16 @@ def optimizer_of_arguments(request: Request) -> Iterator[Problem]:
             muon_settings(args.optim_args)
         except ValueError as error:
             yield "optim_args", str(error)
+        return
+    if name in QUANTISED and args.save_strategy != SaveStrategy.NO and not args.save_only_model:
+        yield (
+            "optim",
+            f"{name.value!r} keeps its state in quantised tensors of a class of its own, which checkpoints do not hold; valid: "
+            "save_only_model=True, save_strategy='no', or for instance 'adamw_torch'",
+        )
+        return
+    if args.optim_args and (wrong := [pair for pair in args.optim_args.split(",") if pair.count("=") != 1]):
+        yield "optim_args", f"{args.optim_args!r} holds {wrong[0]!r}: it must be pairs, as in 'alpha=0.9,momentum=0.5'"
         return
     try:
         Trainer.get_optimizer_cls_and_kwargs(args)  # without the model: some walk through all its modules

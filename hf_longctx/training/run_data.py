@@ -12,6 +12,7 @@ from typing import Any
 
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
+from transformers.utils import logging
 
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
@@ -24,6 +25,8 @@ from hf_longctx.planner.mixture import Mixture
 from hf_longctx.training.measuring.recalibration import restored
 from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.run_state import OPTIMIZER_SETTINGS, RunState
+
+logger = logging.get_logger(__name__)
 
 EVALUATION_STEP_CAPACITIES = 8
 """Tokens of one evaluation step, in capacities of all ranks together: enough documents to balance, few enough to
@@ -221,6 +224,12 @@ class RunData:
                 },
                 noise=args.neftune_noise_alpha if args.process_index == 0 else None,
             )
+            if args.process_index == 0 and self.state.global_batch_documents not in (None, documents):
+                logger.warning(
+                    f"the global batch stays {self.state.global_batch_documents} documents, as the checkpoint has it: "
+                    f"per_device_train_batch_size, ranks and gradient_accumulation_steps would make {documents} now, and only "
+                    "set that of a new run"
+                )
 
 
 def refuse_pieces_beyond_positions(model: Any, pieces: Pieces) -> None:

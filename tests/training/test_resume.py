@@ -13,7 +13,15 @@ from transformers.trainer_callback import TrainerState
 
 from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.checkpoint.state import load_schedule
-from tests.builders.training_runs import POISONED_STEPS, PoisonedTrainer, Run, assembled, documents, train
+from tests.builders.training_runs import (
+    POISONED_STEPS,
+    PoisonedTrainer,
+    RecordingTrainer,
+    Run,
+    assembled,
+    documents,
+    train,
+)
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 200, 2, 14, 30]
@@ -85,6 +93,34 @@ def test_the_global_batch_of_the_first_launch_stays_where_it_followed_from_the_n
     checkpoint = str(tmp_path / "two" / "checkpoint-2")
     resumed = train("llama", rows(), plugin, settings | {"output_dir": tmp_path / "one"}, resume=checkpoint)
     assert_continues([resumed], runs, 2, tolerance=1e-5)
+    [message] = [message for message in resumed.messages if "the global batch stays" in message]
+    assert "stays 6 documents" in message
+    assert "would make 3 now" in message
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in a tensor that its groups have from the first step on, as optimi's do."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            count = group.setdefault("count", torch.tensor(0, dtype=torch.int32))
+            count.add_(1)
+            for weight in group["params"]:
+                weight.data.sub_(weight.grad, alpha=group["lr"] / count.item())
+
+
+class CountingTrainer(RecordingTrainer):
+    """Trains with it."""
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+        return Counting, {"lr": 0.1}
+
+
+def test_an_optimizer_whose_groups_hold_tensors_goes_on_with_tensors(tmp_path):
+    kwargs: dict[str, Any] = {"settings": {"max_steps": 3}, "trainer_class": CountingTrainer}
+    [whole] = run_on(1, None, tmp_path / "a", **kwargs)
+    [resumed] = run_on(1, None, tmp_path / "b", **kwargs, resume=str(tmp_path / "a" / "checkpoint-2"))
+    torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=0)
 
 
 def test_the_last_checkpoint_of_the_folder_is_found(tmp_path):
