@@ -44,7 +44,8 @@ def agree_on_plan(digest: int, device: torch.device, leave: bool = False) -> boo
         raise RuntimeError(
             f"the ranks planned different steps: digests range from {~complement:#x} to {largest:#x}, rank "
             f"{dist.get_rank()} has {digest:#x}. Every rank must see the same documents in the same "
-            "order, the same capacity and cost model, and the same versions of numpy and hf_longctx; nothing was run"
+            "order, the same capacity and cost model, and the same versions of numpy and hf_longctx; nothing was run. In a loop "
+            "of your own, leave the data loader out of accelerator.prepare, which would give each rank other batches"
         )
     return bool(any_leaves)
 

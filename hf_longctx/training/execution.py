@@ -1,8 +1,9 @@
 """Running one rank's part of a planned step: its micro-batches, one after another, in the plan's global order.
 
 Communication happens inside the model (keys, values and their gradients, on the exchange's own process group) and
-nowhere else here, but for what FSDP2 and expert parallelism do inside the model (parallel/sharding.py). Every rank of a layout
-runs its forward and its backward, also where it holds no label: its peers need what it sends.
+nowhere else here, but for what FSDP2 and expert parallelism do inside the model (parallel/sharding.py), and for plans that
+nobody has compared yet. Every rank of a layout runs its forward and its backward, also where it holds no label: its peers need
+what it sends.
 """
 
 import contextlib
@@ -11,14 +12,17 @@ from operator import attrgetter
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import RankStep, idle_micro_batch
 from hf_longctx.models.loss.balance import has_field
+from hf_longctx.parallel.reduction import agree_on_plan
 from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.supervision.device_trail import Wait
 from hf_longctx.supervision.progress import Progress
@@ -38,6 +42,7 @@ def run_micro_batches(
     offload: float = 0.0,
     progress: Progress | None = None,
     result: Callable[[Any], torch.Tensor] = attrgetter("loss"),
+    agreed: bool = False,
     **forward_arguments: Any,
 ) -> torch.Tensor:
     """Runs the step's micro-batches through a patched model, and `backward` on each loss where it is given.
@@ -51,9 +56,12 @@ def run_micro_batches(
         offload: share of it that waits in host memory at least, 0 to 1.
         progress: notes where this rank is; default: the exchange's.
         result: takes from the output of a forward what is summed up and differentiated, a scalar.
+        agreed: whether ranks have compared their plans already. Otherwise they do so first, where the exchange is of all ranks.
 
     Raises:
         ValueError: the plan was made for another number of ranks.
+        TypeError: the model is wrapped for data parallelism.
+        RuntimeError: ranks have different plans.
         torch.OutOfMemoryError: a micro-batch does not fit into memory; says which, and what to change.
 
     Returns:
@@ -65,6 +73,13 @@ def run_micro_batches(
         raise ValueError(
             f"the plan was made for {step.plan.world_size} ranks, and there are {ranks}: plan the step again for {ranks} ranks"
         )
+    if isinstance(model, DistributedDataParallel):
+        raise TypeError(
+            f"model is a {type(model).__name__}, whose ranks meet in each forward and backward, and these run different numbers "
+            "of them. Valid: the model inside it (leave it out of accelerator.prepare); sum_step sums gradients over ranks"
+        )
+    if not agreed and ranks > 1 and dist.get_world_size() == ranks:
+        agree_on_plan(step.fingerprint, device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     rank = exchange.rank if exchange is not None else 0
     micro_batches = list(step.micro_batches)

@@ -1,5 +1,6 @@
 """What goes wrong ends quickly, on all ranks, with the cause; what need not end (one bad step) does not."""
 
+import re
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import torch.distributed as dist
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from hf_longctx import LongContextPlugin, LongContextTrainer
+from hf_longctx import LongContextPlugin, LongContextTrainer, patch_model
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
@@ -157,6 +158,39 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
     assert plan_of_other_ranks(2) == message.format(2, 1, 1)
     assert ranks2.run(plan_of_other_ranks, 4) == [message.format(4, 2, 2)] * 2
     assert ranks2.run(plan_of_other_ranks, 1) == [message.format(1, 2, 2)] * 2
+
+
+class Wrapped(torch.nn.parallel.DistributedDataParallel):
+    """What accelerator.prepare makes of a model, without a process group."""
+
+    def __init__(self, model: Any) -> None:
+        torch.nn.Module.__init__(self)
+        self.module = model
+
+
+def steps_of_a_loop(kind: str) -> str:
+    """Run a step of a loop of one's own: each rank another one, or the same through a wrapped model. Returns the error."""
+    model, rank, topology = patch_model(MODELS["llama"]()), dist.get_rank(), Topology(2, MOST)
+    collator = LengthAwareCollator(topology, CostModel.from_config(model.config, CPU_CORE), rank)
+    step = collator(documents([20, 30, 9 + (rank if kind == "other batches" else 0)]))
+    try:
+        run_micro_batches(Wrapped(model) if kind == "wrapped" else model, step, Exchange(60.0), torch.device("cpu"))
+    except (RuntimeError, TypeError) as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("the same", "^$"),
+        ("other batches", r"the ranks planned different steps: .*leave the data loader out of accelerator\.prepare"),
+        ("wrapped", r"model is a Wrapped.*leave it out of accelerator\.prepare"),
+    ],
+)
+def test_what_accelerate_prepared_for_other_loops_is_refused(kind: str, message: str, ranks2: RankPool):
+    for error in ranks2.run(steps_of_a_loop, kind):
+        assert re.search(message, error)
 
 
 # A rank that fails

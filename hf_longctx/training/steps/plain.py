@@ -75,6 +75,7 @@ class PlainSteps:
             self._offload if work.learns else 0.0,
             self._progress,
             result=work.result,
+            agreed=True,
             **arguments,
         )
 

@@ -140,6 +140,7 @@ def run(case: Case, mode: TorchDispatchMode) -> Ran:
                 else:
                     run_micro_batches(
                         *(model, step, exchange, device, torch.Tensor.backward, None, in_parts, memory, case.offload),
+                        agreed=True,
                         **observed,
                     )
                     sent = 0
