@@ -233,14 +233,10 @@ def _from_documents(dataset: Any, vocabulary: int | None) -> tuple[np.ndarray, n
         raise TypeError(
             f"expected one data set, got a mapping with the splits {', '.join(map(repr, dataset))}: pass one"
         )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise TypeError(
-            f"{type(dataset).__name__} has no len() or no indexing; lengths must be known before training, so "
-            "streaming data sets must be turned into indexable ones first"
-        )
+    refuse_stream(dataset)
     lengths, label_lengths, label_tokens = np.zeros((3, len(dataset)), np.int64)
     for doc in range(len(dataset)):
-        row = dataset[doc]
+        row = dataset[doc] if doc else _first_row(dataset)
         if not isinstance(row, Mapping):
             raise TypeError(f"document {doc} must be a mapping with the key 'input_ids', got {type(row).__name__}")
         if (media := media_column(row)) is not None:
@@ -257,6 +253,27 @@ def _from_documents(dataset: Any, vocabulary: int | None) -> tuple[np.ndarray, n
             label_lengths[doc], label_tokens[doc] = len(labels), np.count_nonzero(labels[1:] != IGNORE_INDEX)
     _require_equal_lengths(lengths, label_lengths)
     return lengths, label_tokens
+
+
+def refuse_stream(dataset: Any) -> None:
+    """Raise TypeError for a data set whose documents can only be read one after another."""
+    streams = any(base.__name__ == "IterableDataset" for base in type(dataset).__mro__)  # of torch, and of datasets
+    if streams or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise TypeError(
+            f"{type(dataset).__name__} has no len() or no indexing; lengths must be known before training, so "
+            "streaming data sets must be turned into indexable ones first"
+        )
+
+
+def _first_row(dataset: Any) -> Any:
+    """Read document 0, by which a table that is indexed by columns is known."""
+    try:
+        return dataset[0]
+    except (KeyError, NotImplementedError) as error:
+        raise TypeError(
+            f"{type(dataset).__name__} has no document 0 ({type(error).__name__}: {error}): documents are read by their numbers. "
+            "Valid: a list of mappings, a datasets.Dataset (Dataset.from_pandas makes one of a table), a torch data set"
+        ) from error
 
 
 def _integers(row: Mapping[str, Any], name: str, doc: int) -> np.ndarray:

@@ -21,7 +21,7 @@ import pyarrow.compute as pc
 from hf_longctx.data.list_columns import is_list, parts, rows_at
 
 ATTENTION_MASK = "attention_mask"
-PARTIAL = ("assistant_masks", "completion_mask")
+PARTIAL = ("assistant_masks", "completion_mask", "loss_mask", "response_mask")
 """Masks that are made to leave tokens out."""
 MASKS = (ATTENTION_MASK, *PARTIAL)
 OTHER_NAMES = ("label_ids", "label")

@@ -189,6 +189,11 @@ def test_what_is_not_a_data_set():
         LengthIndex.from_dataset(datasets.DatasetDict(train=split, test=split))
     with pytest.raises(TypeError, match=r"IterableDataset has no len\(\)"):
         LengthIndex.from_dataset(split.to_iterable_dataset())
+    stream = type("Stream", (torch.utils.data.IterableDataset,), {"__len__": lambda self: 2, "__iter__": iter})()
+    with pytest.raises(TypeError, match=r"Stream has no len\(\) or no indexing"):
+        LengthIndex.from_dataset(stream)
+    with pytest.raises(TypeError, match=r"DataFrame has no document 0 .*Dataset\.from_pandas makes one"):
+        LengthIndex.from_dataset(split.to_pandas())
     with pytest.raises(TypeError, match=r"document 0 must be a mapping .* got list"):
         LengthIndex.from_dataset([[1, 2, 3]])
 
