@@ -163,6 +163,7 @@ class RunData:
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
+            multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
             pin_memory=args.dataloader_pin_memory and args.device.type == "cuda",
         )
 

@@ -63,6 +63,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
@@ -455,6 +456,8 @@ class LongContextMixin(_Trainer):
             mark=mark,
         )
         loss = self.steps.run(bare_model, inputs, work)
+        if (every := self.args.torch_empty_cache_steps) is not None and self.state.global_step % every == 0:
+            clear_device_cache()
         self.progress.begin("summing gradients", collective=True)
         own_sent = self.steps.bytes_sent - sent_before
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -332,6 +332,18 @@ def test_a_patched_model_and_a_second_training_are_taken_as_they_are(tmp_path):
     assert trainer.state.global_step == 2
 
 
+def test_workers_start_as_asked_and_the_device_s_cache_is_emptied_as_often(tmp_path, monkeypatch):
+    fresh_accelerator_state()
+    emptied: list[int] = []
+    monkeypatch.setattr(sys.modules[LongContextMixin.__module__], "clear_device_cache", lambda: emptied.append(1))
+    args = arguments(tmp_path, max_steps=4, torch_empty_cache_steps=2)
+    trainer = LongContextTrainer(MODELS["llama"](), args, train_dataset=rows(), plugin=LongContextPlugin(capacity=MOST))
+    trainer.train()
+    assert len(emptied) == 2
+    trainer.args.dataloader_num_workers, trainer.args.dataloader_multiprocessing_context = 1, "forkserver"
+    assert trainer.get_train_dataloader().multiprocessing_context.get_start_method() == "forkserver"
+
+
 def test_the_table_of_hooks_names_all_of_them_in_order():
     """The table at the top of training/trainer.py says why each of Trainer's methods is overridden."""
     table = (sys.modules[LongContextMixin.__module__].__doc__ or "").partition("Trainer's methods that are overridden")[
