@@ -16,6 +16,14 @@ from hf_longctx.models.patch import attention_layers, install, language_model_of
 from hf_longctx.models.stages import loading_stages, refuse_loading_stages
 
 Model = TypeVar("Model", bound=PreTrainedModel)
+WRAPPED = {
+    "DataParallel": "model.module",
+    "DistributedDataParallel": "model.module",
+    "FullyShardedDataParallel": "model.module",
+    "OptimizedModule": "model._orig_mod",
+    "PeftMixedModel": "a PeftModel (get_peft_model without mixed=True)",
+}
+"""Classes around a model -> what is valid in their place. What torch.compile makes is an OptimizedModule."""
 
 
 def patch_model(
@@ -112,6 +120,12 @@ def from_pretrained(
 def refuse_no_model(model: Any) -> None:
     """Raise TypeError for what is no model that has been loaded, as a path is."""
     if isinstance(model, torch.nn.Module):
+        if (inside := WRAPPED.get(type(model).__name__)) is not None:
+            kind, within = type(model).__name__, type(getattr(model, inside.partition(".")[2], None)).__name__
+            around = f" around a {within}" if within != "NoneType" else ""
+            raise TypeError(
+                f"model is of class {kind}{around}, and a model runs over layouts by itself. Valid: {inside}"
+            )
         return
     shown = repr(model) if model is None or isinstance(model, (str, os.PathLike)) else f"a {type(model).__name__}"
     raise TypeError(

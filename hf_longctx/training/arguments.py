@@ -8,7 +8,9 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_longctx.certified_patch import refuse_no_model
-from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.data.collator import LengthAwareCollator, RankStep
+from hf_longctx.data.length_index import refuse_stream
+from hf_longctx.models.loss.token_metrics import NAMES as TOKEN_METRICS
 from hf_longctx.parallel.reduction import refuse_uncounted_ranks
 from hf_longctx.parallel.sharding import fsdp_settings
 from hf_longctx.settings.longctx import LongContextPlugin
@@ -27,6 +29,12 @@ SAME_OBJECTIVE = (
 TRL 1.16: all other ones (DPO, KTO, Reward, GRPO, RLOO, Distillation, experimental ones) define compute_loss or training_step."""
 NEVER_CALLED = ("compute_loss", "prediction_step")
 """Hooks of Trainer without a place in planned steps."""
+ON_LOGITS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
+"""Arguments of Trainer that are called with logits."""
+MEASURED = ("loss", "runtime", "samples_per_second", "steps_per_second")
+"""Metrics that each evaluation gives."""
+KNOWN_EVALUATIONS = ("transformers", "trl", PACKAGE)
+"""Packages whose callbacks and `evaluate` add no metrics."""
 HIDDEN = (
     *(
         "train",
@@ -86,6 +94,9 @@ def refuse_arguments(arguments: dict[str, Any]) -> None:
     if plugin is not None and not isinstance(plugin, LongContextPlugin):
         shown = f"**{plugin!r}" if isinstance(plugin, dict) else "capacity=..."
         raise TypeError(f"plugin={plugin!r} is a {type(plugin).__name__}. Valid: hf_longctx.LongContextPlugin({shown})")
+    dataset = arguments.get("train_dataset")
+    if dataset is not None and getattr(arguments.get("args"), "max_steps", -1) <= 0:
+        refuse_stream(dataset)  # Trainer would ask for max_steps, which does not help
     collator = arguments.get("data_collator")
     if collator is not None and not isinstance(collator, LengthAwareCollator):
         raise ValueError(
@@ -194,6 +205,61 @@ def refuse_other_objective(cls: type) -> None:
                 "transformers.Seq2SeqTrainer, trl.SFTTrainer, and classes of them that keep this objective; not before DPO, KTO, "
                 "reward, PPO, GRPO and other trainers with one of their own"
             )
+
+
+def refuse_hooks_on_logits(trainer: Any) -> None:
+    """Raise ValueError for functions over logits that a trainer has, given by position, or set since it was made."""
+    refuse_arguments({name: getattr(trainer, name, None) for name in ON_LOGITS})
+
+
+def refuse_other_batch(batch: Any) -> None:
+    """Raise TypeError for a batch that is no planned step, as those of a data loader of one's own are."""
+    if not isinstance(batch, RankStep):
+        raise TypeError(
+            f"a batch is a {type(batch).__name__}: training and evaluation run planned steps (RankStep), of which each rank has "
+            "its part. Valid: loaders of the trainer, get_train_dataloader(), get_eval_dataloader(data set) and "
+            "get_test_dataloader(data set)"
+        )
+
+
+def refuse_frozen(trainer: Any) -> None:
+    """Raise ValueError for a model of which nothing is trained: its backward would end in an error of torch."""
+    weights = trainer.whole_parameters()
+    if not any(weight.requires_grad for weight in weights.values()):
+        adapters = getattr(trainer.model, "peft_config", None)
+        valid = (
+            "PeftModel.from_pretrained(..., is_trainable=True), or a configuration with inference_mode=False"
+            if adapters
+            else "requires_grad_(True) of what is to be trained"
+        )
+        raise ValueError(
+            f"none of the model's {len(weights)} parameters is trained: requires_grad is False. Valid: {valid}"
+        )
+
+
+def refuse_unknown_metric(trainer: Any) -> None:
+    """Raise ValueError for a metric_for_best_model that evaluation will not give, before there is a step that would be lost. Code
+    of one's own may add metrics: a callback, or a class with its own evaluation."""
+    asked, cls = trainer.args.metric_for_best_model, type(trainer)
+    own_code = [cls.evaluate, *(type(callback).on_evaluate for callback in trainer.callback_handler.callbacks)]
+    if asked is None or any(code.__module__.split(".")[0] not in KNOWN_EVALUATIONS for code in own_code):
+        return
+    if cls.evaluation_loop.__module__.split(".")[0] != PACKAGE:
+        return
+    sets = [f"{name}_" for name in trainer.eval_dataset] if isinstance(trainer.eval_dataset, dict) else [""]
+    names = [*MEASURED, *(TOKEN_METRICS if trainer.plugin.token_metrics else ())]
+    known = [f"eval_{of_set}{name}" for of_set in sets for name in names]
+    name = asked if asked.startswith("eval_") else f"eval_{asked}"
+    if name not in known:
+        more = (
+            ""
+            if trainer.plugin.token_metrics
+            else f"; with LongContextPlugin(token_metrics=True) also {', '.join(TOKEN_METRICS)}"
+        )
+        raise ValueError(
+            f"metric_for_best_model={asked!r} is none of what evaluation gives here, and training would end with the first one. "
+            f"Valid: {', '.join(known)}{more}"
+        )
 
 
 def refuse_replaced_loss(trainer: Any) -> None:

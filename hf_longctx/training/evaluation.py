@@ -10,6 +10,7 @@ from hf_longctx.data.loader import PlannedDataLoader
 from hf_longctx.models.loss.token_metrics import TokenMetrics, forward_arguments, means
 from hf_longctx.parallel.reduction import agree_on_plan, sum_step
 from hf_longctx.parallel.sharding import is_sharded
+from hf_longctx.training.arguments import refuse_other_batch
 from hf_longctx.training.steps.work import Work
 
 
@@ -31,6 +32,7 @@ def mean_metrics(trainer: Any, dataloader: PlannedDataLoader) -> dict[str, float
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     with progress.evaluation():
         for step in dataloader:
+            refuse_other_batch(step)
             progress.begin("agreeing on the plan", collective=True)
             if agree_on_plan(step.fingerprint, device, trainer.checkpoints.termination.requested):
                 _leave(trainer)

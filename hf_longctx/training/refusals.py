@@ -51,6 +51,8 @@ UNSUPPORTED = {
     "parallelism_config": "is not supported: accelerate's own cp_size and sp_size replace this plugin; remove it",
     "predict_with_generate": "generates text in evaluation, which gives losses here; set it to False, and generate with a plain "
     "model over the checkpoint, or with `hf-longctx evaluate`",
+    "enable_jit_checkpoint": "saves on each rank by itself, as soon as SIGTERM has reached that one; leave it out: all ranks "
+    "save together at the next step, and leave",
     "use_liger_kernel": "replaces the forward of the patched model, and its loss, by Liger's; set it to False: "
     "longctx.liger_kernels (LongContextPlugin's, on by default) uses the package's kernels for norms, rotation and MLP",
 }

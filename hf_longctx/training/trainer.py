@@ -20,6 +20,7 @@ Trainer's methods that are overridden, in the order of this file, the release th
     call_model_init                              patches each trial's model
     get_train_dataloader                         planned steps
     get_eval_dataloader                          planned steps
+    get_test_dataloader                          planned steps, for `evaluation_loop`
     create_optimizer                             stages are sharded before their optimizer is made; LoRA+
     get_optimizer_cls_and_kwargs                 Muon
     _sync_replicated_trainable_parameters  5.19  begins alike, and leaves gradients to `training_step`
@@ -92,8 +93,12 @@ from hf_longctx.training.arguments import (
     as_if_weights_alone_were_saved,
     fold_accumulation,
     refuse_arguments,
+    refuse_frozen,
+    refuse_hooks_on_logits,
+    refuse_other_batch,
     refuse_other_objective,
     refuse_replaced_loss,
+    refuse_unknown_metric,
     refuse_whole_optimizer,
 )
 from hf_longctx.training.autocast import say_if_much_slower
@@ -158,7 +163,7 @@ class LongContextMixin(_Trainer):
         """`watching`: a watchdog that has begun before there was a trainer; default: the one that `watchdog` makes.
         `precision`: what `bf16: auto` came to, which `args` say already; None: somebody chose it.
         `uncertified`: take a model that could not be tested; see `hf_longctx.patch_model`."""
-        given = dict(zip(("model", "args", "data_collator"), args)) | kwargs | {"plugin": plugin}
+        given = dict(zip(("model", "args", "data_collator", "train_dataset"), args)) | kwargs | {"plugin": plugin}
         refuse_arguments(given)
         self.plugin = plugin or LongContextPlugin()
         self.precision = precision
@@ -198,8 +203,7 @@ class LongContextMixin(_Trainer):
             if save_only_model is not None:
                 self.args.save_only_model = save_only_model
             refuse_whole_optimizer(self)
-            names = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")  # also by position
-            refuse_arguments({name: getattr(self, name, None) for name in names})
+            refuse_hooks_on_logits(self)
             say_if_much_slower(self.args, self.model, precision)
             self.progress.begin("patching the model")
             prepare_model(self, self.model)
@@ -246,6 +250,9 @@ class LongContextMixin(_Trainer):
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> PlannedDataLoader:
         return self.run_data.evaluation_loader(eval_dataset)
+
+    def get_test_dataloader(self, test_dataset: Any) -> PlannedDataLoader:
+        return self.run_data.evaluation_loader(test_dataset)
 
     def create_optimizer(self, model: Any = None) -> Any:
         if self.is_fsdp_enabled and not is_sharded(self.model):
@@ -330,6 +337,7 @@ class LongContextMixin(_Trainer):
                 hold, before its first step; or its last one could not be written.
         """
         refuse_replaced_loss(self)
+        refuse_hooks_on_logits(self)
         self._watch()
         try:
             with self._watching.explaining():
@@ -340,8 +348,10 @@ class LongContextMixin(_Trainer):
             self._watching.stop()
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
+        refuse_frozen(self)
         self.run_data.begin(resume_from_checkpoint)
         if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
+            refuse_unknown_metric(self)
             self.training_steps()  # a checkpoint decides where documents are cut
             for dataset in self.eval_dataset.values() if isinstance(self.eval_dataset, dict) else [self.eval_dataset]:
                 self.get_eval_dataloader(dataset)
@@ -433,6 +443,7 @@ class LongContextMixin(_Trainer):
     def training_step(self, model: torch.nn.Module, inputs: RankStep, num_items_in_batch: Any = None) -> torch.Tensor:
         """Run this rank's micro-batches and sum gradients over ranks. Returns the step's loss, the same on every
         rank."""
+        refuse_other_batch(inputs)
         device = self.args.device
         self.progress.begin("agreeing on the plan", collective=True)
         if agree_on_plan(inputs.fingerprint, device, self.checkpoints.termination.requested):
@@ -578,6 +589,7 @@ class LongContextMixin(_Trainer):
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
         """Return the loss per label token over all documents, and token metrics: the same on any number of ranks."""
+        refuse_hooks_on_logits(self)
         none: Any = None
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in mean_metrics(self, dataloader).items()}
         return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))

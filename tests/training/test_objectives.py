@@ -3,8 +3,10 @@
 from typing import Any
 
 import pytest
+import torch
 import trl
-from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer
+from peft import LoraConfig, PeftMixedModel, get_peft_model
+from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from tests.builders.tiny_models import tiny_llama
@@ -66,6 +68,81 @@ def test_what_is_given_by_position_or_set_on_the_trainer_is_refused_too(tmp_path
     trainer.compute_loss = method
     with pytest.raises(TypeError, match="compute_loss was set on this LongContextTrainer, and is not called"):
         trainer.train()
+
+
+def test_functions_over_logits_that_are_set_later_are_refused_when_they_would_be_called(tmp_path):
+    fresh_accelerator_state()
+    rows = [{"input_ids": [1, 2, 3, 4]}] * 2
+    trainer = LongContextTrainer(
+        tiny_llama(), arguments(tmp_path), train_dataset=rows, eval_dataset=rows, plugin=LongContextPlugin(capacity=32)
+    )
+    trainer.compute_metrics = method
+    for call in (trainer.evaluate, trainer.train):
+        with pytest.raises(ValueError, match="compute_metrics needs the logits"):
+            call()
+
+
+def test_batches_of_other_loaders_are_refused_and_those_for_tests_are_planned(tmp_path):
+    fresh_accelerator_state()
+    rows = [{"input_ids": [1, 2, 3, 4]}] * 2
+    trainer = LongContextTrainer(
+        tiny_llama(), arguments(tmp_path), train_dataset=rows, plugin=LongContextPlugin(capacity=32)
+    )
+    planned = trainer.evaluation_loop(trainer.get_test_dataloader(rows), "test", metric_key_prefix="test")
+    assert planned.metrics["test_loss"] == trainer.evaluate(rows)["eval_loss"]
+    with pytest.raises(TypeError, match=r"a batch is a dict: .*get_test_dataloader\(data set\)"):
+        trainer.evaluation_loop(rows, "test")
+    with pytest.raises(TypeError, match="a batch is a dict"):
+        trainer.training_step(trainer.model, rows[0])
+
+
+def test_a_metric_that_no_evaluation_gives_is_refused_before_the_first_step(tmp_path):
+    rows = [{"input_ids": [1, 2, 3, 4]}] * 2
+
+    class Adds(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
+            metrics["eval_own"] = 1.0
+
+    def trained(metric: str, *callbacks: Any, **settings: Any) -> Any:
+        fresh_accelerator_state()
+        args = arguments(tmp_path, eval_strategy="epoch", metric_for_best_model=metric, num_train_epochs=1)
+        trainer = LongContextTrainer(
+            *(tiny_llama(), args), train_dataset=rows, eval_dataset={"a": rows},
+            plugin=LongContextPlugin(capacity=32, **settings), callbacks=list(callbacks),
+        )  # fmt: skip
+        trainer.train()
+        return trainer.state.best_metric
+
+    for metric, valid in (
+        ("accuracy", "eval_a_loss, "),
+        ("a_entropy", "token_metrics=True"),
+        ("loss", "eval_a_loss, "),
+    ):
+        with pytest.raises(ValueError, match=f"metric_for_best_model='{metric}' is none of what .*{valid}"):
+            trained(metric)
+    assert trained("own", Adds()) == 1.0
+    assert trained("eval_a_entropy", token_metrics=True) > 0
+
+
+def test_models_that_cannot_be_trained_are_refused_with_what_would_be(tmp_path):
+    def trained(model: Any) -> None:
+        fresh_accelerator_state()
+        args, rows = arguments(tmp_path), [{"input_ids": [1, 2, 3, 4]}] * 2
+        LongContextTrainer(model, args, train_dataset=rows, plugin=LongContextPlugin(capacity=32)).train()
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM", inference_mode=True)
+    for model, error, message in (
+        (
+            tiny_llama().requires_grad_(False),
+            ValueError,
+            "none of the model's 21 parameters is trained.*requires_grad_",
+        ),
+        (get_peft_model(tiny_llama(), lora), ValueError, r"none of .*is_trainable=True"),
+        (torch.compile(tiny_llama()), TypeError, r"OptimizedModule around a LlamaForCausalLM.*model\._orig_mod"),
+        (PeftMixedModel(tiny_llama(), lora), TypeError, "class PeftMixedModel.*without mixed=True"),
+    ):
+        with pytest.raises(error, match=message):
+            trained(model)
 
 
 def test_generation_in_evaluation_is_refused(tmp_path):

@@ -39,6 +39,8 @@ ALIKE: dict[str, tuple[dict[str, Any], str]] = {
     "drop last": ({"training.dataloader_drop_last": True}, "True would lose documents"),
     "batch finder": ({"training.auto_find_batch_size": True}, "True has no batch size to find"),
     "cast": ({"training.bf16_full_eval": True}, "True casts weights that training still needs"),
+    "a save of each rank's own": ({"training.enable_jit_checkpoint": True}, "True saves on each rank by itself"),
+    "an optimizer's arguments": ({"training.optim_args": "momentum"}, "'momentum' holds 'momentum': it must be pairs"),
     "Liger's forward": ({"training.use_liger_kernel": True}, "True replaces the forward of the patched model"),
     "reentrant": (
         {
