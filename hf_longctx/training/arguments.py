@@ -159,6 +159,18 @@ def refuse_whole_optimizer(trainer: Any) -> None:
         )
 
 
+def refuse_sharded_optimizer(trainer: Any, given: Any) -> None:
+    """Raise ValueError for an optimizer that was made before the model is sharded: it would step weights that are gone."""
+    optimizer = next(iter(given or ()), None)
+    if optimizer is not None and trainer.is_fsdp_enabled:
+        kind, sharding = type(optimizer).__name__, trainer.world.sharding
+        raise ValueError(
+            f"LongContextTrainer: sharding={sharding!r}: optimizers=({kind}, ...) was made of whole weights, of which each rank "
+            f"keeps a part. Valid: optimizer_cls_and_kwargs=({kind}, settings), TrainingArguments' optim, a class of yours with "
+            "create_optimizer, or sharding='ddp'"
+        )
+
+
 def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin, ranks: int) -> int:
     """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1 and says so.
 

@@ -76,7 +76,8 @@ def run_micro_batches(
     if isinstance(model, DistributedDataParallel):
         raise TypeError(
             f"model is a {type(model).__name__}, whose ranks meet in each forward and backward, and these run different numbers "
-            "of them. Valid: the model inside it (leave it out of accelerator.prepare); sum_step sums gradients over ranks"
+            "of them. Valid: the model inside it, or accelerator.prepare_model(model, evaluation_mode=True) in place of "
+            "accelerator.prepare; sum_step sums gradients over ranks"
         )
     if not agreed and ranks > 1 and dist.get_world_size() == ranks:
         agree_on_plan(step.fingerprint, device)

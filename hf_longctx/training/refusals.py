@@ -25,7 +25,7 @@ from transformers.trainer_utils import HubStrategy
 
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.counting.config_fields import field_values
-from hf_longctx.models.adapters.peft_adapters import copies_of_tied
+from hf_longctx.models.adapters.peft_adapters import copies_of_tied, shared_among_layers
 from hf_longctx.models.general import layers_drawn
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.parallel.sharding import expert_parallel, is_sharded, tensor_parallel
@@ -225,6 +225,20 @@ def _tied_copies(request: Request, plugin: LongContextPlugin) -> Iterator[Proble
         )
 
 
+def _shared_adapters(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
+    sharding = request.sharding or plugin.sharding
+    if (
+        sharding not in ("auto", "ddp")
+        and (request.processes or 1) > 1
+        and (shared := shared_among_layers(request.model))
+    ):
+        yield (
+            "sharding",
+            f"{sharding!r} with an adapter of which layers share {shared[0]}: FSDP2 holds each layer's weights by themselves. "
+            "Valid: ddp, or methods whose layers have weights of their own, for instance LoRA",
+        )
+
+
 def _size(model: Any, name: str) -> int | None:
     """A number of the language model's configuration, or the largest that divides those of all its layers; None: not known, or
     not one that it has."""
@@ -381,5 +395,6 @@ OF_PLUGIN: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...]
     _arrangement,
     _layers_drawn,
     _tied_copies,
+    _shared_adapters,
     _pipeline,
 )

@@ -98,6 +98,7 @@ from hf_longctx.training.arguments import (
     refuse_other_batch,
     refuse_other_objective,
     refuse_replaced_loss,
+    refuse_sharded_optimizer,
     refuse_unknown_metric,
     refuse_whole_optimizer,
 )
@@ -192,6 +193,7 @@ class LongContextMixin(_Trainer):
         self._memory: ActivationMemory | None = None
         self._accumulation = 1
         self._set_aside: dict[str, bool] | None = None
+        self._optimizers_given = kwargs.get("optimizers")
         self.bytes_of_last_step = 0.0
         self.data_wait_seconds = 0.0
         with self._watching.explaining():
@@ -221,6 +223,7 @@ class LongContextMixin(_Trainer):
         super().create_accelerator_and_postprocess()
         self._watch()
         arrange(self)
+        refuse_sharded_optimizer(self, self._optimizers_given)
         self._accumulation = max(self._accumulation, self.args.gradient_accumulation_steps)
         self.args.gradient_accumulation_steps = (
             self._accumulation

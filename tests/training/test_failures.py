@@ -185,7 +185,7 @@ def steps_of_a_loop(kind: str) -> str:
     [
         ("the same", "^$"),
         ("other batches", r"the ranks planned different steps: .*leave the data loader out of accelerator\.prepare"),
-        ("wrapped", r"model is a Wrapped.*leave it out of accelerator\.prepare"),
+        ("wrapped", r"model is a Wrapped.*in place of accelerator\.prepare"),
     ],
 )
 def test_what_accelerate_prepared_for_other_loops_is_refused(kind: str, message: str, ranks2: RankPool):

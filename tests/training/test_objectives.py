@@ -1,5 +1,6 @@
 """Trainer classes whose objective or loops planned steps would skip without a word are refused when the class is made."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from peft import LoraConfig, PeftMixedModel, get_peft_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
+from hf_longctx.training.arguments import refuse_sharded_optimizer
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import arguments, fresh_accelerator_state
 
@@ -122,6 +124,18 @@ def test_a_metric_that_no_evaluation_gives_is_refused_before_the_first_step(tmp_
             trained(metric)
     assert trained("own", Adds()) == 1.0
     assert trained("eval_a_entropy", token_metrics=True) > 0
+
+
+def test_an_optimizer_that_was_made_before_the_model_is_sharded_is_refused():
+    weight = torch.nn.Parameter(torch.zeros(1))
+    sharded = SimpleNamespace(is_fsdp_enabled=True, world=SimpleNamespace(sharding="zero1"))
+    with pytest.raises(
+        ValueError, match=r"sharding='zero1': optimizers=\(SGD, .*optimizer_cls_and_kwargs=\(SGD, settings"
+    ):
+        refuse_sharded_optimizer(sharded, (torch.optim.SGD([weight]), None))
+    refuse_sharded_optimizer(sharded, (None, None))
+    sharded.is_fsdp_enabled = False
+    refuse_sharded_optimizer(sharded, (torch.optim.SGD([weight]), None))
 
 
 def test_models_that_cannot_be_trained_are_refused_with_what_would_be(tmp_path):

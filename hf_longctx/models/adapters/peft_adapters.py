@@ -9,6 +9,7 @@ boundaries: `refuse_row_adapters` names them. Dropout of LoRA's inputs is random
 """
 
 import difflib
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
@@ -19,6 +20,8 @@ import torch
 from hf_longctx.models.adapters.lora_keys import REFUSED_KEYS
 from hf_longctx.models.stages import cut_of
 
+NUMBER = re.compile(r"\.\d+\.")
+"""A layer's number in the names of its weights."""
 ALL_LINEAR = "all-linear"
 """Every linear layer but the output head. PEFT's own meaning depends on its version: lately it adds Mixtral's router and
 experts, for which it makes a whole weight matrix of each expert in every forward."""
@@ -171,6 +174,18 @@ def refuse_row_adapters(model: Any) -> None:
             raise ValueError(
                 f"the adapter {name!r} ({method}) {reason}. Valid: methods that act on each token alone, for instance LoRA"
             )
+
+
+def shared_among_layers(model: Any) -> list[str]:
+    """Name the trained weights of adapters that are one tensor in several layers, by their first names; none without adapters."""
+    if not getattr(model, "peft_config", None):
+        return []
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        if weight.requires_grad:
+            names.setdefault(id(weight), []).append(name)
+    layers = ({match[0] for name in of_weight if (match := NUMBER.search(name))} for of_weight in names.values())
+    return [of_weight[0] for of_weight, numbers in zip(names.values(), layers) if len(numbers) > 1]
 
 
 def copies_of_tied(model: Any) -> list[str]:

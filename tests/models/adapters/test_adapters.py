@@ -345,3 +345,18 @@ def test_a_copy_of_a_tied_weight_is_refused_where_fsdp_would_hold_both(name: str
         assert not refused(sharding, tied=True, ensure=True)
     assert not refused("zero3", tied=False, ensure=False)
     assert not refused("ddp", tied=True, ensure=False)
+
+
+def test_a_weight_that_adapters_of_several_layers_share_is_refused_where_fsdp_would_hold_each_layer():
+    def refused(config: Any, sharding: Any, ranks: int = 2) -> list[tuple[str, str]]:
+        model = get_peft_model(tiny_llama(), config)
+        plugin = LongContextPlugin(capacity=8, sharding=sharding)
+        return problems(Request(stated({}), plugin, model, ranks, sharding))
+
+    shared = TinyLoraConfig(r=2, target_modules=["o_proj"])
+    ((key, rule),) = refused(shared, "zero3")
+    assert (key, "of which layers share base_model" in rule) == ("sharding", True)
+    assert not refused(shared, "ddp")
+    assert not refused(shared, "zero3", ranks=1)
+    for own in (LoraConfig(r=2, target_modules=["o_proj"]), VeraConfig(r=4, target_modules=["o_proj"])):
+        assert not refused(own, "zero3")
