@@ -24,8 +24,9 @@ def asks_for_balance(model: Any) -> bool:
 
 
 def takes_field(model: Any) -> bool:
-    """Tell whether a model's class may add a load-balancing loss."""
-    return FIELD in _parameters(type(model).forward)
+    """Tell whether a model's class may add a load-balancing loss. PEFT's wrappers, which take anything, are looked through."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return FIELD in _parameters(type(bare).forward)
 
 
 @cache

@@ -23,6 +23,14 @@ STEPS = 8
 """The last one is of a second epoch."""
 LENGTHS = [90, 7, 30, 44, 12, 20, 3, 60, 25, 9, 48, 48, 2, 70, 33, 95, 64, 5, 17, 81, 40, 40, 6, 88, 28, 52, 11, 36]
 CAPACITY = 48
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "lora": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+    "values": {"target_modules": ["v_proj"]},
+    "head": {"target_modules": ["v_proj", "lm_head"]},
+    "tokens": {"target_modules": ["v_proj"], "trainable_token_indices": list(range(0, 128, 3))},
+    "copies": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+}
+"""Settings of LoraConfig: the last two of embeddings, which a model may share with its output head."""
 
 
 def run(
@@ -60,8 +68,7 @@ def run(
     if frozen:
         freeze(built, frozen)
     if adapter != "full":
-        targets = {"lora": ["q_proj", "k_proj", "v_proj", "o_proj"], "values": ["v_proj"]}[adapter]
-        lora = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=targets, init_lora_weights=False)
+        lora = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **ADAPTERS[adapter])
         built = get_peft_model(built, lora)
     ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1) // stages
     rows = documents(lengths, labels=True)
