@@ -32,7 +32,7 @@ from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.on_device import on_device
 from hf_longctx.layouts.layout import Layout
 from hf_longctx.models.families import FAMILIES
-from hf_longctx.models.loss.head import install_forward
+from hf_longctx.models.loss.head import install_forward, loss_of_hidden
 from hf_longctx.models.loss.loss_by_length import LossByLength
 from hf_longctx.models.loss.token_metrics import TokenMetrics
 from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, stage_layers
@@ -409,9 +409,9 @@ def stage_forward(
     assert shift_labels is not None
     assert num_items_in_batch is not None
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank, doc_lengths)
-    observers = {"observe": observe, "observe_logits": None if token_metrics is None else token_metrics.observe}
-    cross_entropy = model.get_output_embeddings()(
-        *(base.norm(hidden), shift_labels, model.longctx_loss_chunk_tokens), label_rows=label_rows, **observers
+    observe_logits = None if token_metrics is None else token_metrics.observe
+    cross_entropy = loss_of_hidden(
+        model, base.norm(hidden), shift_labels, label_rows=label_rows, observe=observe, observe_logits=observe_logits
     )
     return StageOutput(None, cross_entropy / num_items_in_batch, tuple(router_logits))
 

@@ -163,20 +163,9 @@ def head_forward(
         )
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank)
     observe_logits = None if token_metrics is None else token_metrics.observe
-    rows = model.longctx_loss_chunk_tokens
-    if getattr(model, "longctx_own_logits", False):
-        cross_entropy = own_cross_entropy(
-            *(model, hidden[0], shift_labels[0], rows, observe, label_rows, observe_logits)
-        )
-    else:
-        head = model.get_output_embeddings()
-        observers = {"observe": observe, "observe_logits": observe_logits}
-        cross_entropy = head(hidden, labels=shift_labels, chunk_tokens=rows, label_rows=label_rows, **observers)
-        if cross_entropy.dim():
-            raise ValueError(
-                f"the output head, a {type(head).__name__}, was changed after patch_model, and adds logits to a sum of losses. "
-                "Valid: no adapter on the output head (leave it out of target_modules)"
-            )
+    cross_entropy = loss_of_hidden(
+        model, hidden, shift_labels, label_rows=label_rows, observe=observe, observe_logits=observe_logits
+    )
     loss = cross_entropy / num_items_in_batch
     aux_loss = None
     if output_router_logits:
@@ -188,6 +177,37 @@ def head_forward(
         aux_loss = coefficient * router_loss(outputs.router_logits, experts, layout, exchange, num_tokens_in_batch)
         loss = loss + aux_loss
     return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss, hidden_states=outputs.get("hidden_states"))
+
+
+def loss_of_hidden(
+    model: Any,
+    hidden: torch.Tensor,
+    shift_labels: torch.Tensor,
+    *,
+    label_rows: torch.Tensor | None,
+    observe: Callable[[torch.Tensor, torch.Tensor], None] | None,
+    observe_logits: ObserveLogits | None,
+) -> torch.Tensor:
+    """Sum the cross-entropies of a patched model's logits for hidden states [1, T, H] of its base model, a chunk of rows at a
+    time: its head's logits, or its class's own where these are more.
+
+    Raises:
+        ValueError: the output head was changed after the model was patched.
+    """
+    rows = model.longctx_loss_chunk_tokens
+    if getattr(model, "longctx_own_logits", False):
+        return own_cross_entropy(model, hidden[0], shift_labels[0], rows, observe, label_rows, observe_logits)
+    head = model.get_output_embeddings()
+    observers = {"observe": observe, "observe_logits": observe_logits}
+    cross_entropy: torch.Tensor = head(
+        hidden, labels=shift_labels, chunk_tokens=rows, label_rows=label_rows, **observers
+    )
+    if cross_entropy.dim():
+        raise ValueError(
+            f"the output head, a {type(head).__name__}, was changed after patch_model, and adds logits to a sum of losses. "
+            "Valid: no adapter on the output head (leave it out of target_modules)"
+        )
+    return cross_entropy
 
 
 def _router_settings(model: Any, outputs: Any) -> tuple[float, int]:
