@@ -106,8 +106,9 @@ class Cut:
     """this process's stages, ascending"""
     elsewhere: dict[str, torch.Tensor]
     """names in the whole model -> tensors without memory (meta), of what other processes hold"""
-    tied: bool
-    """whether the output head is the embeddings' weight, which the first stage and the last both hold"""
+    tied: tuple[str, ...]
+    """names inside the embeddings of the parameters that the output head has too, which the first stage and the last both hold:
+    the weight, or of adapters' the copies that are trained"""
     adapted: Any = None
     """with adapters, the whole model without memory (meta): PEFT saves what it finds in a model's modules"""
 
@@ -181,13 +182,15 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
     base = _known(bare)
     whole = dict(model.state_dict(keep_vars=True))
     adapted = _copy_without_memory(model) if model is not bare else None
-    tied = bare.get_output_embeddings().weight is bare.get_input_embeddings().weight
+    of_head = {id(parameter) for parameter in bare.get_output_embeddings().parameters()}
+    embeddings = bare.get_input_embeddings().named_parameters()
+    tied = tuple(name for name, parameter in embeddings if id(parameter) in of_head)
     base.layers = StageLayers(base.layers, [number for stage in own for number in stages[stage]])
     if not (0 in own or (tied and last in own)):
         base.embed_tokens = Elsewhere("embed_tokens")
     if last not in own:
         base.norm, bare.lm_head = Elsewhere("norm"), Elsewhere("lm_head")
-    _become(model, Cut(tuple(stages), tuple(own), _elsewhere(model, whole, tied), tied, adapted))
+    _become(model, Cut(tuple(stages), tuple(own), _elsewhere(model, whole), tied, adapted))
 
 
 def loaded_stages(model: Any) -> int:
@@ -304,8 +307,8 @@ def adopt_stages(model: Any) -> None:
         config = copy.deepcopy(model.config)
         config.distributed_config = None
         whole = type(model)(config).to(model.dtype).state_dict(keep_vars=True)
-    tied = bool(model.config.tie_word_embeddings)
-    _become(model, Cut(tuple(stages), (by.pp_rank,), _elsewhere(model, whole, tied), tied))
+    tied = ("weight",) if model.config.tie_word_embeddings else ()
+    _become(model, Cut(tuple(stages), (by.pp_rank,), _elsewhere(model, whole), tied))
     if (model.tp_size or 1) == 1:  # no weight is in parts: Trainer, which would not shard it, need not know
         model._is_distributed_loading_by_transformers = False
 
@@ -327,13 +330,14 @@ def _become(model: Any, cut: Cut) -> None:
     install_forward(_bare(model), stage_forward)
 
 
-def _elsewhere(model: Any, whole: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch.Tensor]:
-    """Return, of the tensors of the whole model, those that this process has not. A tied output head is a second name of one."""
+def _elsewhere(model: Any, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return, of the tensors of the whole model, those that this process has not, without second names of tied ones."""
     own_names = model.state_dict(keep_vars=True).keys()
+    first: dict[int, str] = {}
     return {
         name: _without_memory(tensor)
         for name, tensor in whole.items()
-        if name not in own_names and not (tied and name.endswith("lm_head.weight"))
+        if first.setdefault(id(tensor), name) == name and name not in own_names
     }
 
 

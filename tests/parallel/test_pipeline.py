@@ -108,6 +108,7 @@ def one_process(ranks1: RankPool, tmp_path_factory: pytest.TempPathFactory) -> A
         ("ranks2", 2, {"model": "llama", "adapter": "values"}, {"chunks": True}),
         ("ranks2", 2, {"model": "mixtral", "adapter": "lora"}, {}),
         ("ranks2", 2, {"model": "llama", "adapter": "head"}, {"chunks": True}),
+        ("ranks2", 2, {"model": "llama", "adapter": "tokens", "build": TIED}, {}),
         pytest.param(
             *("ranks4", 2, {"model": "mixtral", "frozen": FROZEN}, {"chunks": True, "checkpointing": True}),
             marks=BY_NIGHT,

@@ -114,7 +114,7 @@ def staged_model(case: Case, device: int) -> Callable[..., StageOutput]:
         last = stage.stage == len(stages) - 1
         return StageOutput(None if last else hidden, hidden.sum() if last else None)
 
-    run.longctx_cut = Cut(stages, own, {}, False)  # type: ignore[attr-defined]
+    run.longctx_cut = Cut(stages, own, {}, ())  # type: ignore[attr-defined]
     run.config = SimpleNamespace(hidden_size=HEADS * HEAD_DIM)  # type: ignore[attr-defined]
     return run
 

@@ -137,12 +137,13 @@ class StagedSteps:
         shard_over(model, self._group, fsdp_plugin)
 
     def _tied(self, model: Any) -> list[torch.nn.Parameter]:
-        """List the embeddings that another device holds too; only the first and the last one have any."""
+        """List the parameters of embeddings that another device holds too; only the first and the last one have any."""
         cut = cut_of(model)
         if cut is None or not cut.tied or self._place not in (0, self._world.stages - 1):
             return []
         bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-        return [bare.get_input_embeddings().weight]
+        embeddings = dict(bare.get_input_embeddings().named_parameters())
+        return [embeddings[name] for name in cut.tied]
 
     def run(self, model: Any, step: RankStep, work: Work) -> torch.Tensor:
         assert self.schedule is not None, "the model was not cut"
