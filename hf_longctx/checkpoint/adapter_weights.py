@@ -10,6 +10,7 @@ them, or keep projections as buffers:
 A checkpoint holds each tensor once, by its first name; PEFT's own file is written with all names at hand. Nothing is sent.
 """
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
@@ -51,6 +52,42 @@ def second_names(model: Any) -> dict[str, str]:
     first: dict[int, str] = {}
     named = [*model.named_parameters(remove_duplicate=False), *_saved_buffers(model)]
     return {name: before for name, tensor in named if (before := first.setdefault(id(tensor), name)) != name}
+
+
+def by_all_names(whole: Mapping[str, torch.Tensor], shared: Mapping[str, str]) -> dict[str, torch.Tensor]:
+    """Return weights and buffers under all their names, second ones (`second_names`) included, as PEFT asks for them."""
+    return dict(whole) | {name: whole[first] for name, first in shared.items() if first in whole}
+
+
+def refuse_what_peft_cannot_save(model: Any, whole: Mapping[str, torch.Tensor]) -> None:
+    """Let PEFT look for all that it saves of a whole model, without memory; raises whatever PEFT raises.
+
+    Args:
+        whole: name -> what a checkpoint holds.
+    """
+    from peft import get_peft_model_state_dict
+
+    without_memory = {
+        name: torch.empty(weight.shape, dtype=weight.dtype, device="meta") for name, weight in whole.items()
+    }
+    state = by_all_names(without_memory, second_names(model))
+    for adapter in trained_adapters(model, whole.keys()):
+        get_peft_model_state_dict(model, state, adapter, save_embedding_layers=False)
+
+
+def without_hooks(model: Any) -> Any:
+    """Return a model of the same parameters and settings whose modules are others, and run no hook. A thread may look through it
+    while training goes on: FSDP2 puts weights in parts whenever a module is asked for its state, in the middle of a step too."""
+    twins: dict[int, Any] = {}
+    for module in model.modules():
+        twin = twins[id(module)] = object.__new__(type(module))
+        twin.__dict__ = module.__dict__ | {"_parameters": dict(module._parameters)}
+        twin.__dict__ |= {name: OrderedDict() for name in ("_state_dict_hooks", "_state_dict_pre_hooks")}
+    for twin in twins.values():
+        twin.__dict__["_modules"] = {
+            name: None if child is None else twins[id(child)] for name, child in twin._modules.items()
+        }
+    return twins[id(model)]
 
 
 def _is_of(adapters: Collection[str], name: str) -> bool:

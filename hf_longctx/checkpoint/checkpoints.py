@@ -24,7 +24,15 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_longctx.checkpoint import folder as folders
-from hf_longctx.checkpoint.adapter_weights import adapter_weights, has_adapters, second_names, trained_adapters
+from hf_longctx.checkpoint.adapter_weights import (
+    adapter_weights,
+    by_all_names,
+    has_adapters,
+    refuse_what_peft_cannot_save,
+    second_names,
+    trained_adapters,
+    without_hooks,
+)
 from hf_longctx.checkpoint.choice import chosen_checkpoint, damaged
 from hf_longctx.checkpoint.export import (
     TRAINING_ARGUMENTS,
@@ -160,8 +168,8 @@ class Checkpoints:
         return Path(self._trainer._get_output_dir(trial=getattr(self._trainer, "_trial", None)))
 
     def refuse_what_cannot_be_saved(self) -> None:
-        """Raise CheckpointError before the first step, not hours later, for what JSON has not, and for configurations that
-        transformers refuses to save."""
+        """Raise CheckpointError before the first step, not hours later, for what JSON has not, and for configurations and
+        adapters that transformers and PEFT refuse to save."""
         if not self._saves:
             return
         self._contents()
@@ -170,6 +178,8 @@ class Checkpoints:
             try:
                 with tempfile.TemporaryDirectory() as folder:
                     self._export_configuration(Path(folder))
+                if has_adapters(self.model):
+                    refuse_what_peft_cannot_save(as_peft_saves(self.model), _saved_weights(self.model))
             except Exception as error:
                 problem = f"{type(error).__name__}: {error}"
         if problem := self.ranks.agreed(problem):
@@ -253,13 +263,13 @@ class Checkpoints:
                 f"{TRAINING_ARGUMENTS}.json": public_arguments(trainer.args),
             }
 
-        shared = second_names(as_peft_saves(model)) if adapters else {}
+        shown = without_hooks(as_peft_saves(model)) if adapters else None
+        shared = second_names(shown) if adapters else {}
 
         def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
-            if adapters:  # others than those that are trained lie where they were loaded from
-                by_all_names = whole | {name: whole[first] for name, first in shared.items() if first in whole}
-                adapted, trained = as_peft_saves(model), trained_adapters(model, whole)
-                adapted.save_pretrained(folder, state_dict=by_all_names, selected_adapters=trained)
+            if shown is not None:  # others than those that are trained lie where they were loaded from
+                trained = trained_adapters(shown, whole)
+                shown.save_pretrained(folder, state_dict=by_all_names(whole, shared), selected_adapters=trained)
             self._export_configuration(folder)
 
         return Contents(
@@ -321,7 +331,9 @@ class Checkpoints:
 
     def whole_weights(self) -> dict[str, torch.Tensor]:
         """Gather the model's weights on rank 0, from the stages of a pipeline and their parts. Collective."""
-        return gathered(_saved_weights(self.model), self.ranks)
+        weights = gathered(_saved_weights(self.model), self.ranks)
+        shared = second_names(as_peft_saves(self.model)) if has_adapters(self.model) else {}
+        return by_all_names(weights, shared)
 
     # Resuming
 

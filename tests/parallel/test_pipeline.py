@@ -308,16 +308,23 @@ def test_the_saved_model_is_whole(ranks4: RankPool, one_process: Any, tmp_path: 
         torch.testing.assert_close(model.state_dict()[name], weight, rtol=0, atol=1e-4)
 
 
-def test_adapters_are_saved_whole_for_peft(ranks4: RankPool, one_process: Any, tmp_path: Path):
-    what = {"model": "llama", "adapter": "lora"}
+@pytest.mark.parametrize(("adapter", "build"), [("lora", FOUR), ("copies", TIED)])
+def test_adapters_are_saved_whole_for_peft(
+    ranks4: RankPool, one_process: Any, tmp_path: Path, adapter: str, build: dict[str, Any]
+):
+    what = {"model": "llama", "adapter": adapter, "build": build}
     saving = {"trainer_class": SavingTrainer, "save_strategy": "steps", "save_steps": STEPS}
     ranks4.run(run, str(tmp_path), stages=2, evaluate=False, **what, **saving)
-    adapters = {name: weight for name, weight in one_process(**what).weights.items() if ".lora_" in name}
+    adapters = {
+        name.replace(".modules_to_save", "").replace(".default", ""): weight
+        for name, weight in one_process(**what).weights.items()
+        if ".lora_" in name or ".modules_to_save." in name
+    }
     for folder in (tmp_path, tmp_path / f"checkpoint-{STEPS}"):
         saved = load_file(folder / "adapter_model.safetensors")
-        assert saved.keys() == {name.replace(".default", "") for name in adapters}
+        assert saved.keys() == adapters.keys()
         for name, weight in adapters.items():
-            torch.testing.assert_close(saved[name.replace(".default", "")], weight, rtol=0, atol=1e-4)
+            torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
 
 
 def test_a_checkpoint_of_stages_is_a_model_of_transformers(ranks4: RankPool, one_process: Any, tmp_path: Path):

@@ -1,5 +1,6 @@
 """LoRA and frozen weights: what is trained, what is saved, and that two ranks train it as one process does."""
 
+import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_longctx.certified_patch import patch_model
+from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze, refuse_row_adapters
 from hf_longctx.models.attention import is_patched
@@ -174,6 +176,36 @@ def test_checkpoints_hold_what_methods_share_among_layers_or_keep_in_buffers(con
         for model in (plain, resumed.eval()):
             torch.testing.assert_close(model(input_ids=ids).logits, expected, rtol=0, atol=1e-5)
         assert not torch.allclose(tiny_llama()(input_ids=ids).logits, expected, atol=1e-2)
+
+
+class InMainThread:
+    """A hook of a module's state as FSDP2 has one, which puts weights in parts: training must not be under way."""
+
+    def __call__(self, *_: Any) -> None:
+        assert threading.current_thread() is threading.main_thread()
+
+
+def test_what_peft_asks_for_is_saved_beside_training(tmp_path: Path):
+    """Trained copies of tied embeddings under both names."""
+    model = add_lora(tied(), r=4, modules_to_save=["embed_tokens"])
+    for module in model.modules():
+        module.register_state_dict_pre_hook(InMainThread())
+    settings = {"output_dir": str(tmp_path), "save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+    run = train(model, documents(LENGTHS), {"capacity": 200}, settings)
+    assert not [text for text in run.messages if "could not be written" in text]
+    plain, ids = PeftModel.from_pretrained(tied(), tmp_path / "checkpoint-2"), torch.arange(50)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(plain(input_ids=ids).logits, model(input_ids=ids).logits, rtol=0, atol=1e-5)
+
+
+def test_adapters_that_peft_cannot_save_are_refused_before_the_first_step(monkeypatch, tmp_path: Path):
+    def fail(*_: Any, **__: Any) -> None:
+        raise KeyError("modules_to_save")
+
+    monkeypatch.setattr("peft.get_peft_model_state_dict", fail)
+    settings = {"output_dir": str(tmp_path), "save_strategy": "steps", "max_steps": 2}
+    with pytest.raises(CheckpointError, match="no checkpoint of this run could be saved: KeyError: 'modules_to_save'"):
+        train(add_lora(tiny_llama(), r=2), documents(LENGTHS), {"capacity": 200}, settings)
 
 
 def test_adapters_of_half_precision_weights_are_float32_and_leave_head_and_experts_alone():
