@@ -221,6 +221,13 @@ def test_fewer_experts_than_ranks_are_spread_evenly(
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
 
 
+def test_trained_rows_of_embeddings_that_the_head_shares(ranks1: RankPool, ranks2: RankPool, tmp_path: Path):
+    # accelerate takes these for untied, and FSDP2 would hold them twice.
+    options = {"adapter": "tokens", "build": {"tie_word_embeddings": True}, "steps": 3}
+    [expected] = ranks1.run(run, str(tmp_path), in_order=False, **options)
+    assert_same(ranks2.run(run, str(tmp_path), sharding="zero3", **options), expected)
+
+
 @pytest.mark.parametrize(
     "sharding", [*(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("zero1", "zero2")), "zero3"]
 )
