@@ -40,6 +40,12 @@ def optimizer_of_arguments(request: Request) -> Iterator[Problem]:
             "'adafactor' takes means of whole rows, and sharding leaves each rank a part of a weight: use 'adamw_torch', or "
             "sharding='ddp' without FSDP",
         )
+    if name == OptimizerNames.ADAGRAD and _shards(request):
+        yield (
+            "optim",
+            "'adagrad' makes the state of whole weights before they are sharded, and finds none of the parts: use 'adamw_torch', "
+            "or sharding='ddp' without FSDP",
+        )
     if name == MUON:
         try:
             muon_settings(args.optim_args)

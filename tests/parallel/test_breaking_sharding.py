@@ -45,9 +45,14 @@ def test_reentrant_settings_do_not_matter_without_checkpointing(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [{"sharding": "zero1"}, {"fsdp": True}], ids=str)
-def test_adafactor_is_refused_where_weights_are_in_parts(settings, ranks2: RankPool, tmp_path):
-    for message in ranks2.run(refused, str(tmp_path), {"optim": "adafactor", **settings}):
-        assert "optim='adafactor' takes means of whole rows" in message
+def test_optimizers_of_whole_weights_are_refused_where_they_are_in_parts(settings, ranks2: RankPool, tmp_path):
+    reasons = {
+        "adafactor": "takes means of whole rows",
+        "adagrad": "makes the state of whole weights before they are sharded",
+    }
+    for optim, reason in reasons.items():
+        for message in ranks2.run(refused, str(tmp_path), {"optim": optim, **settings}):
+            assert f"optim={optim!r} {reason}" in message
 
 
 def test_adafactor_is_accepted_where_weights_are_whole(tmp_path):
