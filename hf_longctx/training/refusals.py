@@ -25,7 +25,6 @@ from transformers.trainer_utils import HubStrategy
 
 from hf_longctx.attention.kernels import KERNELS, AttentionCall
 from hf_longctx.counting.config_fields import field_values
-from hf_longctx.models.adapters.peft_adapters import copies_of_tied, shared_among_layers
 from hf_longctx.models.general import layers_drawn
 from hf_longctx.models.stages import loaded_stages
 from hf_longctx.parallel.sharding import expert_parallel, is_sharded, tensor_parallel
@@ -33,6 +32,7 @@ from hf_longctx.parallel.world import broken_rules
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
+from hf_longctx.training.refused_adapters import OF_ADAPTERS
 from hf_longctx.training.refused_optimizers import optimizer_of_arguments, optimizer_of_plugin
 from hf_longctx.training.request import Request
 
@@ -212,33 +212,6 @@ def _layers_drawn(request: Request, plugin: LongContextPlugin) -> Iterator[Probl
         )
 
 
-def _tied_copies(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
-    sharding = request.sharding or plugin.sharding
-    if sharding in ("auto", "ddp"):
-        return
-    if copied := copies_of_tied(request.model):
-        yield (
-            "sharding",
-            f"{sharding!r} with modules_to_save={copied}: embeddings and output head share a weight, which FSDP2 cannot hold "
-            "where a copy of it that is trained is not shared alike. "
-            "Valid: LoraConfig(..., ensure_weight_tying=True), or sharding='ddp'",
-        )
-
-
-def _shared_adapters(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
-    sharding = request.sharding or plugin.sharding
-    if (
-        sharding not in ("auto", "ddp")
-        and (request.processes or 1) > 1
-        and (shared := shared_among_layers(request.model))
-    ):
-        yield (
-            "sharding",
-            f"{sharding!r} with an adapter of which layers share {shared[0]}: FSDP2 holds each layer's weights by themselves. "
-            "Valid: ddp, or methods whose layers have weights of their own, for instance LoRA",
-        )
-
-
 def _size(model: Any, name: str) -> int | None:
     """A number of the language model's configuration, or the largest that divides those of all its layers; None: not known, or
     not one that it has."""
@@ -394,7 +367,6 @@ OF_PLUGIN: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...]
     _plan_offload,
     _arrangement,
     _layers_drawn,
-    _tied_copies,
-    _shared_adapters,
+    *OF_ADAPTERS,
     _pipeline,
 )

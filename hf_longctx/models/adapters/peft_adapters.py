@@ -202,6 +202,15 @@ def copies_of_tied(model: Any) -> list[str]:
     return [name.partition(ORIGINAL)[0].rpartition(".")[2] for name in shared if ORIGINAL in name]
 
 
+def adapters_of_two(model: Any) -> list[str]:
+    """List the adapters' weights that PEFT keeps a second time, as other parameters of the same memory, transposed: LoRA on
+    embeddings whose output head `ensure_weight_tying` gives the same adapter."""
+    if not getattr(model, "peft_config", None):
+        return []
+    trained = ((name, weight) for name, weight in model.named_parameters() if weight.requires_grad)
+    return [name for name, weight in trained if ".lora_" in name and not weight.is_contiguous()]
+
+
 def _prefixes(name: str) -> list[str]:
     """a.b.c -> a, a.b, a.b.c"""
     parts = name.split(".")
