@@ -98,12 +98,13 @@ def plan(
 
     from hf_longctx.commands.shared.costs import counting_notes, read_config, read_device
     from hf_longctx.commands.shared.documents import Wanted, read_documents
-    from hf_longctx.commands.shared.planners import read_planners
+    from hf_longctx.commands.shared.planners import read_planners, refuse_beyond_planners
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.hardware.model_sizes import model_flops
     from hf_longctx.planner import CostModel, GlobalBatches, Topology, planners_for
     from hf_longctx.simulator.lengths import DISTRIBUTIONS, LONGEST, distribution_name
 
+    refuse_beyond_planners(("--ranks", ranks), ("--capacity", capacity))
     names, on, config = read_planners(planner), read_device(device), read_config(model)
     topology = Topology(ranks, capacity, ranks_per_node=ranks_per_node or on.ranks_per_node, stages=stages)
     cost = CostModel.from_config(config, on.speed, ranks_per_node=topology.ranks_per_node, world_size=ranks)

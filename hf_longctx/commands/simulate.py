@@ -97,7 +97,7 @@ def simulate(
     from rich.markup import escape
 
     from hf_longctx.commands.shared.costs import read_config
-    from hf_longctx.commands.shared.planners import read_planners
+    from hf_longctx.commands.shared.planners import read_planners, refuse_beyond_planners
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.planner.stages.stage_order import Schedule
 
@@ -117,6 +117,8 @@ def simulate(
         "recompute": recompute,
         "nccl": None if nccl is None else nccl_version(nccl),
     }
+    for devices in values.get("gpus", [gpus]):
+        refuse_beyond_planners(("--gpus", devices), ("--capacity", fixed["capacity"]))
     step_tokens = size_of(tokens, "--tokens")
     sizes = list(itertools.product(values.get("gpus", [gpus]), values.get("context", [size_of(context, "--context")])))
     read = {

@@ -195,6 +195,16 @@ def test_losses_beyond_numbers_and_cards_in_no_encoding(folder, capsys):
     assert perplexity(0.0) == 1.0
 
 
+def test_a_file_that_ends_too_early_is_an_error_and_no_aborted_dialogue(capsys, monkeypatch):
+    def ends(*_: Any) -> None:
+        raise EOFError("Compressed file ended before the end-of-stream marker was reached")
+
+    monkeypatch.setattr("hf_longctx.commands.shared.planners.read_planners", ends)
+    assert "file ends before it is complete: Compressed" in refused(
+        capsys, "plan", "github", "--ranks", "2", "--capacity", "9"
+    )
+
+
 def test_no_number_is_cut_where_a_terminal_is_narrow(capsys, monkeypatch):
     arguments = ["estimate", "llama-7b", "--context", "1M", "--gpus", "64"]
     monkeypatch.setenv("COLUMNS", "200")

@@ -7,6 +7,7 @@ anything else                          what `data.path` of a configuration may n
                                        tokenised, or text and --text-column
 """
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from hf_longctx.settings.fields import broken_rules
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name, draw, draw_tokens
 
 LENGTH_FILES = (".npy", ".txt")
+LONGEST_LENGTH = 2**40
+"""Tokens of a document in a file of lengths: a sum over a million such is still a number of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -129,9 +132,18 @@ def _lengths(path: Path) -> np.ndarray:
     rule = "it must hold one length in tokens per document: integers"
     try:
         is_array = path.suffix == ".npy"
-        lengths = np.load(path, allow_pickle=False) if is_array else np.loadtxt(path, dtype=np.int64, ndmin=1)
-    except ValueError as error:
+        with warnings.catch_warnings(category=UserWarning, action="ignore"):  # numpy's, of an empty file
+            lengths = np.load(path, allow_pickle=False) if is_array else _lines(path)
+    except (ValueError, EOFError) as error:
         raise ValueError(f"{path}: {error}; {rule}, one on each line") from None
     if lengths.ndim != 1 or not lengths.size or not np.issubdtype(lengths.dtype, np.integer):
         raise ValueError(f"{path} holds {lengths.dtype} of shape {lengths.shape}; {rule}, at least one")
+    wrong = np.flatnonzero((lengths < 0) | (lengths > LONGEST_LENGTH))
+    if wrong.size:
+        raise ValueError(f"{path}: document {wrong[0]} has {lengths[wrong[0]]} tokens; {rule}, 0 to {LONGEST_LENGTH}")
     return lengths.astype(np.int64)
+
+
+def _lines(path: Path) -> np.ndarray:
+    """int64 [lines], of a text that may begin with the mark of its encoding"""
+    return np.loadtxt(path, dtype=np.int64, ndmin=1, encoding="utf-8-sig")

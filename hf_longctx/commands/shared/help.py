@@ -28,6 +28,13 @@ WITHOUT = (
 class Verb(TyperCommand):
     """A command whose help is short."""
 
+    def invoke(self, ctx: Any) -> Any:
+        """Run it, and say where a file ends too early, which click would take for the end of what a person types."""
+        try:
+            return super().invoke(ctx)
+        except EOFError as error:
+            raise ValueError(f"a file ends before it is complete: {error or 'nothing is left of it'}") from error
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         arguments, options = [], []
         for parameter in self.get_params(ctx):
