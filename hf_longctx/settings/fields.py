@@ -54,7 +54,9 @@ def as_tokens(given: Any) -> Any:
     return int(size[1]) * THOUSANDS[size[2].upper()] if size else given
 
 
-Tokens = Annotated[int, BeforeValidator(as_tokens), Field(json_schema_extra={TOKENS_MARK: True})]
+MOST_TOKENS = 2**40
+"""More than any corpus of one run has; sums over a million ranks of so many are still numbers of 64 bits."""
+Tokens = Annotated[int, BeforeValidator(as_tokens), Field(json_schema_extra={TOKENS_MARK: True}, le=MOST_TOKENS)]
 """A number of tokens, which may be written with a unit."""
 
 

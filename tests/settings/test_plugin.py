@@ -74,6 +74,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
         LongContextPlugin(
             capacity=-1,
             loss_chunk_tokens=-1,
+            mlp_tile_tokens=2**40 + 1,
             global_batch_documents=0,
             stall_timeout_seconds=-1,
             grace_seconds=0,
@@ -82,6 +83,7 @@ def test_all_problems_of_the_plugin_are_reported_at_once():
     for part in (
         "capacity: must be greater than or equal to 0, got -1",
         "loss_chunk_tokens: must be greater than or equal to 0, got -1",
+        "mlp_tile_tokens: must be less than or equal to 1099511627776, got 1099511627777",
         "stall_timeout_seconds: must be greater than 0, got -1",
         "grace_seconds: must be greater than 0, got 0",
         "global_batch_documents: must be greater than 0, got 0",
