@@ -35,6 +35,9 @@ LEAVE_SECONDS = 120.0
 POLL_SECONDS = 0.1
 JOIN_SECONDS = 5.0
 """How long the machine at an address may take to answer."""
+SETTINGS_FRAME = b"\0\0\0\x04\0\0\0\0\0"
+"""Length, type, flags and stream of a frame of HTTP/2: settings, none of them."""
+HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + SETTINGS_FRAME
 
 
 STARTS = 5
@@ -186,9 +189,27 @@ def _refuse_unreachable(address: str) -> None:
     if not host or not port.isdigit():
         raise ValueError(f"the address of a Ray is host:port, such as 10.0.0.1:6379, got {address!r}")
     try:
-        socket.create_connection((host, int(port)), timeout=JOIN_SECONDS).close()
+        with socket.create_connection((host, int(port)), timeout=JOIN_SECONDS) as connection:
+            _greet(connection)
     except (OSError, OverflowError) as error:
         raise RemoteError(
             f"no Ray answers at {address}: {error}. Valid: the address that `ray start --head` prints, or none, to start a Ray "
             "for this run"
         ) from error
+
+
+def _greet(connection: socket.socket) -> None:
+    """Raise OSError unless a gRPC server is at the other end, as Ray's is: each side of HTTP/2 begins with a frame of settings.
+    Ray itself knocks at any other server for minutes, without a word of why. Under TLS, nothing is asked."""
+    if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+        return
+    connection.settimeout(JOIN_SECONDS)
+    connection.sendall(HTTP2_PREFACE)
+    answer = b""
+    while len(answer) < len(SETTINGS_FRAME):
+        part = connection.recv(len(SETTINGS_FRAME) - len(answer))
+        if not part:
+            break
+        answer += part
+    if answer[3:4] != SETTINGS_FRAME[3:4] or len(answer) < len(SETTINGS_FRAME):
+        raise ConnectionError(f"what listens there is no gRPC server, it says {answer!r}")

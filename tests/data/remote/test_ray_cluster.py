@@ -1,10 +1,12 @@
 """The Ray that the remote loader starts or joins: whom it listens to, how it is joined and left, and how much it can hold."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,31 @@ def test_an_address_where_no_ray_is_says_so(address):
     assert connect(address) == connect() == address
     with pytest.raises(RemoteError, match=f"has joined the Ray at {address} already, and cannot join {nobody} as well"):
         connect(nobody)
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [(b"HTTP/1.1 400 Bad Request\r\n", "no gRPC server, it says b'HTTP/1.1 '"), (None, "timed out")],
+)
+def test_another_server_at_the_address_is_told_at_once(answer: bytes | None, message: str, monkeypatch):
+    """Ray knocks at it for minutes, and ends the process without a word that says why."""
+    monkeypatch.setattr(cluster, "JOIN_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            if answer is not None:
+                connection.sendall(answer)
+            connection.recv(100)
+            accepted.append(connection)
+
+        accepted: list[socket.socket] = []
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(RemoteError, match=f"no Ray answers at .*{re.escape(message)}"):
+            cluster._refuse_unreachable(f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+        accepted[0].close()
 
 
 def test_without_ray_the_error_says_what_to_install():
