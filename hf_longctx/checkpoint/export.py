@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from hf_longctx.checkpoint.folder import share
 from hf_longctx.models.stages import cut_of
 from hf_longctx.redaction import redacted
 
@@ -49,11 +50,13 @@ def saved_as_peft(trainer: Any) -> Iterator[None]:
 
 
 def publish_arguments(trainer: Any, folder: str | None) -> None:
-    """Replace the pickle of arguments that Trainer writes beside a model, which holds the hub's token, with JSON."""
+    """Replace the pickle of arguments that Trainer writes beside a model, which holds the hub's token, with JSON, and let others
+    read the weights."""
     if trainer.args.should_save:
         home = Path(folder if folder is not None else trainer.args.output_dir)
         (home / f"{TRAINING_ARGUMENTS}.bin").unlink(missing_ok=True)
         (home / f"{TRAINING_ARGUMENTS}.json").write_text(public_arguments(trainer.args))
+        share(home)
 
 
 def as_peft_saves(model: Any) -> Any:

@@ -314,6 +314,7 @@ class CheckpointWriter:
                 parts.setdefault(key, []).extend(entry.parts)
         optimizer = {key: entry.model_copy(update={"parts": tuple(parts[key])}) for key, entry in optimizer.items()}
         folders.wait_for_files(writing, files, VISIBLE_SECONDS)
+        folders.share(writing)
         if len({entry.parts[0].file for entry in weights.values()}) > 1:
             index = {
                 "metadata": {

@@ -62,7 +62,7 @@ def export(
 
     Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
     """
-    from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, problem_of
+    from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, problem_of, share
     from hf_longctx.commands.checkpoints.gguf_file import write_gguf
     from hf_longctx.commands.checkpoints.merging import merge_adapter
     from hf_longctx.commands.shared.loading import readable_weights, resolved
@@ -105,6 +105,7 @@ def export(
         else:
             export_model(source, folder, dtype, max_file_size)
         _copy_beside(source, folder)
+        share(folder)
     _say(output, "adapter" if is_adapter else "model", source)
 
 

@@ -48,6 +48,9 @@ def test_a_checkpoint_becomes_a_plain_model(saved: Any, tmp_path: Path, capsys: 
     assert (tmp_path / "plain" / "generation_config.json").is_file()
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "plain")
     assert exported.dtype == torch.float32
+    for folder in (checkpoint, tmp_path / "plain"):  # for whoever serves it
+        modes = {path.stat().st_mode for path in folder.iterdir() if path.is_file()}
+        assert modes == {(folder / "config.json").stat().st_mode}, folder
     weights = exported.state_dict()
     assert {name: tensor for name, tensor in run.weights.items() if not torch.equal(tensor, weights[name])} == {}
     assert torch.equal(logits(exported), logits(AutoModelForCausalLM.from_pretrained(checkpoint)))

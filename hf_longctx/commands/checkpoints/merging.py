@@ -30,6 +30,7 @@ def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype
     """
     from transformers.utils import logging
 
+    from hf_longctx.checkpoint.folder import share
     from hf_longctx.commands.shared.outputs import refuse_unwritable
     from hf_longctx.data.cache import built_whole
 
@@ -46,6 +47,7 @@ def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype
     with built_whole(output) as folder:
         model.save_pretrained(folder)
         tokenizer = _save_tokenizer(adapter, base, folder)
+        share(folder)
     print(f"{output}: {adapter} merged into {base}, {model.num_parameters():,} weights, {model.dtype}; {tokenizer}")
 
 
