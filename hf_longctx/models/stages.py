@@ -183,14 +183,18 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
     whole = dict(model.state_dict(keep_vars=True))
     adapted = _copy_without_memory(model) if model is not bare else None
     of_head = {id(parameter) for parameter in bare.get_output_embeddings().parameters()}
-    embeddings = bare.get_input_embeddings().named_parameters()
-    tied = tuple(name for name, parameter in embeddings if id(parameter) in of_head)
+    embeddings = dict(bare.get_input_embeddings().named_parameters())
+    tied = tuple(name for name, parameter in embeddings.items() if id(parameter) in of_head)
+    unused = [] if 0 in own else [parameter for name, parameter in embeddings.items() if name not in tied]
     base.layers = StageLayers(base.layers, [number for stage in own for number in stages[stage]])
     if not (0 in own or (tied and last in own)):
         base.embed_tokens = Elsewhere("embed_tokens")
     if last not in own:
         base.norm, bare.lm_head = Elsewhere("norm"), Elsewhere("lm_head")
-    _become(model, Cut(tuple(stages), tuple(own), _elsewhere(model, whole), tied, adapted))
+    elsewhere = _elsewhere(model, whole, unused)
+    for parameter in unused:  # of adapters on tied embeddings, which the first stage trains
+        parameter.requires_grad_(False)
+    _become(model, Cut(tuple(stages), tuple(own), elsewhere, tied, adapted))
 
 
 def loaded_stages(model: Any) -> int:
@@ -330,9 +334,13 @@ def _become(model: Any, cut: Cut) -> None:
     install_forward(_bare(model), stage_forward)
 
 
-def _elsewhere(model: Any, whole: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return, of the tensors of the whole model, those that this process has not, without second names of tied ones."""
-    own_names = model.state_dict(keep_vars=True).keys()
+def _elsewhere(
+    model: Any, whole: Mapping[str, torch.Tensor], unused: Sequence[torch.Tensor] = ()
+) -> dict[str, torch.Tensor]:
+    """Return, of the tensors of the whole model, those that this process has not, or does not use, without second names of tied
+    ones."""
+    without = {id(tensor) for tensor in unused}
+    own_names = {name for name, tensor in model.state_dict(keep_vars=True).items() if id(tensor) not in without}
     first: dict[int, str] = {}
     return {
         name: _without_memory(tensor)

@@ -280,6 +280,14 @@ def test_adapters_of_stages_go_on_whole(ranks1: RankPool, ranks4: RankPool, undi
     travel(legs, undisturbed(**options), tmp_path)
 
 
+def test_adapters_of_embeddings_that_the_last_stage_has_for_its_head_go_on(
+    ranks1: RankPool, ranks2: RankPool, undisturbed: Any, tmp_path: Path
+):
+    # Only the first stage trains them: the last has no state of an optimizer for them.
+    options = {"adapter": "embeddings", "build": TIED}
+    travel([(ranks2, {"stages": 2} | options), (ranks1, options)], undisturbed(**options), tmp_path)
+
+
 class SavingTrainer(RecordingTrainer):
     """Saves the model when training has ended."""
 

@@ -27,10 +27,11 @@ ADAPTERS: dict[str, dict[str, Any]] = {
     "lora": {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
     "values": {"target_modules": ["v_proj"]},
     "head": {"target_modules": ["v_proj", "lm_head"]},
+    "embeddings": {"target_modules": ["v_proj", "embed_tokens"]},
     "tokens": {"target_modules": ["v_proj"], "trainable_token_indices": list(range(0, 128, 3))},
     "copies": {"target_modules": ["v_proj"], "modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
 }
-"""Settings of LoraConfig: the last two of embeddings, which a model may share with its output head."""
+"""Settings of LoraConfig: the last three of embeddings, which a model may share with its output head."""
 
 
 def run(
