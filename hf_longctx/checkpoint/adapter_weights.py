@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn import Parameter
 
-from hf_longctx.checkpoint.written_shares import distinct
+from hf_longctx.checkpoint.export import as_peft_saves
 
 
 def has_adapters(model: Any) -> bool:
@@ -39,7 +39,10 @@ def adapter_weights(
         for name, buffer in elsewhere.items()
         if not isinstance(buffer, Parameter) and _is_of(adapters, name)
     }
-    return distinct(own), others
+    first = second_names(as_peft_saves(model))  # of the whole model: the same on all stages
+    own = {first.get(name, name): tensor for name, tensor in own.items()}
+    others = {first.get(name, name): tensor for name, tensor in others.items()}
+    return own, {name: tensor for name, tensor in others.items() if name not in own}
 
 
 def trained_adapters(model: Any, names: Collection[str]) -> list[str]:

@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, VeraConfig, get_peft_model
 from transformers.distributed import DistributedConfig, mixin
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, from_pretrained
 from hf_longctx.certified_patch import patch_model
+from hf_longctx.checkpoint.checkpoints import _saved_weights
 from hf_longctx.models.stages import cut_model, cut_of, loading_stages, refuse_other_cut, whole_parameters
 from hf_longctx.planner import Topology
 from hf_longctx.planner.stages.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
@@ -253,3 +254,15 @@ def test_stages_are_loaded_before_there_is_a_process_group(tmp_path: Path):
     assert ended.code == 0, ended.output
     # Progress bars of other ranks may share a line with it.
     assert sorted(re.findall(r"rank \d has layers ([\d, ]+);", ended.output)) == ["0, 1", "0, 1", "2, 3", "2, 3"]
+
+
+def test_stages_save_what_their_layers_share_under_one_name():
+    """VeRA's projections are buffers that all layers have."""
+
+    def saved(own: list[int]) -> set[str]:
+        model = get_peft_model(patch_model(tiny_llama()), VeraConfig(r=4, target_modules=["o_proj"]))
+        cut_model(model, [range(1), range(1, 2)], own)
+        return set(_saved_weights(model))
+
+    whole = _saved_weights(get_peft_model(tiny_llama(), VeraConfig(r=4, target_modules=["o_proj"])))
+    assert saved([0]) == saved([1]) == set(whole)
