@@ -25,16 +25,21 @@ def _tied_copies(request: Request, plugin: LongContextPlugin) -> Iterator[Proble
 
 
 def _shared_adapters(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
-    sharding = request.sharding or plugin.sharding
-    if (
-        sharding not in ("auto", "ddp")
-        and (request.processes or 1) > 1
-        and (shared := shared_among_layers(request.model))
-    ):
+    sharding, stages = request.sharding or plugin.sharding, plugin.pipeline_stages
+    in_parts = sharding not in ("auto", "ddp") and (request.processes or 1) > 1
+    if not (in_parts or stages > 1) or not (shared := shared_among_layers(request.model)):
+        return
+    if in_parts:
         yield (
             "sharding",
             f"{sharding!r} with an adapter of which layers share {shared[0]}: FSDP2 holds each layer's weights by themselves. "
             "Valid: ddp, or methods whose layers have weights of their own, for instance LoRA",
+        )
+    if stages > 1:
+        yield (
+            "pipeline_stages",
+            f"{stages} with an adapter of which layers share {shared[0]}: each stage would train a copy of its own. Valid: 1, or "
+            "methods whose layers have weights of their own, for instance LoRA",
         )
 
 

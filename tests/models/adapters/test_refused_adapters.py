@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, VBLoRAConfig, VeraConfig, get_peft_model
 
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.refusals import problems
@@ -23,3 +23,14 @@ def test_adapters_of_two_parameters_in_one_memory_are_refused_in_parts():
         [(key, rule)] = refused(sharding, True, stages)
         assert key == setting
         assert "lora_A.default.weight is a second parameter of the memory of another" in rule
+
+
+def test_what_layers_of_several_stages_share_is_refused_where_it_is_trained():
+    def refused(config: Any) -> list[tuple[str, str]]:
+        plugin = LongContextPlugin(capacity=8, pipeline_stages=2)
+        return problems(Request(stated({}), plugin, get_peft_model(tiny_llama(), config), 2, "ddp"))
+
+    assert not refused(VeraConfig(r=4, target_modules=["o_proj"]))
+    [(key, rule)] = refused(VBLoRAConfig(r=4, num_vectors=16, vector_length=8, topk=2, target_modules=["o_proj"]))
+    assert key == "pipeline_stages"
+    assert "each stage would train a copy of its own" in rule
