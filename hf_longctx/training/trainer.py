@@ -79,7 +79,7 @@ from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.hardware.speeds import CpuKind
 from hf_longctx.models.patch import attention_layers
 from hf_longctx.models.stages import loaded_stages, whole_parameters
-from hf_longctx.parallel.reduction import agree_on_plan, agree_on_requests, all_finite
+from hf_longctx.parallel.reduction import agree_on_plan, all_finite
 from hf_longctx.parallel.sharding import ShardedModel, is_sharded
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.cost.selective_offload import Offload
@@ -122,14 +122,13 @@ from hf_longctx.training.preparation import (
 from hf_longctx.training.run_data import RunData, position_of, training_values
 from hf_longctx.training.run_state import RunState
 from hf_longctx.training.step_log import describe_step
+from hf_longctx.training.steps.requests import CallbackRequests
 from hf_longctx.training.steps.work import Steps, Work
 
 logger = logging.get_logger(__name__)
 
 OUTSIDE = "running code outside the trainer"
 """The work of a rank between making a trainer and training, as far as the watchdog knows."""
-AFTER_LOGGING = ("should_evaluate", "should_save")
-"""What Trainer does after it has logged a step, if it is asked for: by TrainerControl's names."""
 
 _Trainer: Any = object
 """The class that a mixin is typed against."""
@@ -192,7 +191,7 @@ class LongContextMixin(_Trainer):
         self._sharded: ShardedModel | None = None
         self._memory: ActivationMemory | None = None
         self._accumulation = 1
-        self._set_aside: dict[str, bool] | None = None
+        self._requests = CallbackRequests(self)
         self._optimizers_given = kwargs.get("optimizers")
         self.bytes_of_last_step = 0.0
         self.data_wait_seconds = 0.0
@@ -536,28 +535,16 @@ class LongContextMixin(_Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.recalibration.end_step()
         memory = self.measurements.end_step(self.state.global_step, self.data_wait_seconds)
-        self.measurements.peak_memory_mib = self._agree_on_requests(memory)
+        self.measurements.peak_memory_mib = self._requests.agree(memory)
         if self.control.should_log:  # by itself: a callback that reads a log may ask for more, on one rank alone
-            self._set_aside = dict.fromkeys(AFTER_LOGGING, False)
-            self._set_requests_aside()
-            super()._maybe_log_save_evaluate(*args, **kwargs)
-            self._set_requests_aside()
-            vars(self.control).update(self._set_aside)
-            self._set_aside = None
-            self._agree_on_requests()
+            with self._requests.logging():
+                super()._maybe_log_save_evaluate(*args, **kwargs)
         calls_back = self.control.should_evaluate or self.control.should_save
         super()._maybe_log_save_evaluate(*args, **kwargs)
         if calls_back:
-            self._agree_on_requests()
+            self._requests.agree()
         if self._globalstep_last_logged == self.state.global_step:
             self._tr_loss.zero_()  # Trainer subtracts it from itself, which leaves NaN what is NaN
-
-    def _agree_on_requests(self, memory_mib: int = 0) -> int:
-        """Let all ranks do what callbacks of any have asked for. Returns the fullest rank's memory. Collective."""
-        self.progress.begin("agreeing on what callbacks asked for", collective=True)
-        fullest = agree_on_requests(self.control, memory_mib, self.args)
-        self.progress.begin("callbacks")
-        return fullest
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
@@ -567,20 +554,13 @@ class LongContextMixin(_Trainer):
         if "loss" in logs and self.run_data.last_step is not None:
             logs = logs | describe_step(self, self.run_data.last_step, self.bytes_of_last_step)
         super().log(logs, *args, **kwargs)
-        self._set_requests_aside()
-
-    def _set_requests_aside(self) -> None:
-        """While a step is logged by itself: keep what callbacks ask for until all ranks know of it."""
-        if self._set_aside is not None:
-            for name in AFTER_LOGGING:
-                self._set_aside[name] |= getattr(self.control, name)
-                setattr(self.control, name, False)
+        self._requests.put_aside()
 
     # Evaluation
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         metrics = super()._evaluate(*args, **kwargs)
-        self._agree_on_requests()
+        self._requests.agree()
         return metrics
 
     def evaluation_loop(

@@ -86,7 +86,7 @@ def test_attention_is_timed_with_the_heads_of_each_layer(monkeypatch):
     drawn: list[tuple[int, ...]] = []
     own = bench._heads
     monkeypatch.setattr(bench, "_heads", lambda *shape: drawn.append(shape) or own(*shape))
-    assert bench.seconds(profile_module._Case("attention", (24,)), 1) > 0
+    bench.seconds(profile_module._Case("attention", (24,)), 1)
     assert {shape[2] for shape in drawn} == {16, 32}
 
 
