@@ -31,6 +31,10 @@ processes=$((cores < 5 ? cores + 1 : 6))
 room=$(awk '/MemAvailable/ { print int($2 / 4194304) }' /proc/meminfo 2>/dev/null || echo 6)
 if [ "$processes" -gt "$room" ]; then processes=$((room > 1 ? room : 1)); fi
 tests=0
+# Only tests of CUDA kernels see a GPU.
+if .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
+    HF_LONGCTX_TEST_CUDA=1 .venv/bin/python -m pytest tests/attention/kernels -k cuda || tests=$?
+fi
 .venv/bin/python -m pytest --numprocesses "$processes" --dist loadfile --no-loadscope-reorder "$@" || tests=$?
 wait "$types" || { cat .venv/mypy.log; exit 1; }
 tail -n 1 .venv/mypy.log

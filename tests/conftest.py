@@ -71,7 +71,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+ON_A_GPU = "HF_LONGCTX_TEST_CUDA"
+"""Variable that lets tests see a GPU: those of CUDA kernels, which scripts/test.sh runs by themselves. Ranks of all others
+compute on CPUs, more of them than there are GPUs."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if not os.environ.get(ON_A_GPU):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     server = getattr(config, "workerinput", {}).get("fork_server")
     if server is not None:
         fork_server.join(server)
