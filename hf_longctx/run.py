@@ -31,7 +31,7 @@ from hf_longctx.precision import AUTO, Decision, with_precision
 from hf_longctx.report.training_runs.live_view import doing, preparing, show_live
 from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
-from hf_longctx.settings.gpu_environment import set_for_gpus
+from hf_longctx.settings.gpu_environment import hide_gpus, set_for_gpus
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import Watchdog
@@ -70,7 +70,9 @@ def run(config: Config) -> LongContextTrainer:
     Raises:
         ValueError: settings or documents that cannot be honoured, before training begins.
     """
-    if torch.cuda.device_count() and not config.training.get("use_cpu"):
+    if config.training.get("use_cpu"):
+        hide_gpus(os.environ)
+    elif torch.cuda.device_count():
         added = set_for_gpus(os.environ)
         logger.info(f"set for GPUs: {', '.join(f'{name}={value}' for name, value in added.items()) or 'nothing'}")
     plugin = LongContextPlugin(**config.longctx.given())

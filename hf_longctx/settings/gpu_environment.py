@@ -58,3 +58,10 @@ def set_for_gpus(variables: MutableMapping[str, str]) -> dict[str, str]:
     added = lacking(variables)
     variables.update(added)
     return added
+
+
+def hide_gpus(variables: MutableMapping[str, str]) -> None:
+    """Hide GPUs from one of several ranks that compute on CPUs: accelerate's barrier would take one for each, which there may not
+    be."""
+    if int(variables.get("WORLD_SIZE", "1")) > 1:
+        variables["CUDA_VISIBLE_DEVICES"] = ""

@@ -4,6 +4,7 @@ import copy
 import os
 from typing import Any
 
+import torch
 from transformers import TrainingArguments
 from transformers.utils import logging
 
@@ -74,6 +75,8 @@ def adapted(
     refuse(Request(args, plugin, model, processes, on_cpu=on_cpu))
     args = copy.copy(args)
     args.remove_unused_columns = False
+    # `accelerate launch --mixed_precision` says it in its environment, which transformers reads into this field alone.
+    args.bf16, args.fp16 = (args.mixed_precision == half for half in ("bf16", "fp16"))
     if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
         args.fsdp_plugin_args = fsdp_settings(args, plugin.sharding, plugin.host_offload)
     return args
@@ -141,10 +144,23 @@ def refuse_launched_parallelism(accelerator: Any) -> None:
         chosen.append("parallelism_config")
     if state.dynamo_plugin.backend.value not in (None, "NO"):
         chosen.append("dynamo_backend")
+    if state.mixed_precision == "fp8":
+        chosen.append("mixed_precision=fp8 (layers are left as they are)")
     if chosen:
         raise ValueError(
             f"LongContextTrainer: accelerate's configuration sets {', '.join(chosen)}, which is not supported. "
             "Choose multi-GPU or multi-CPU without DeepSpeed, parallelism and torch.compile (`accelerate config`)"
+        )
+
+
+def refuse_cpu_ranks_that_see_gpus(accelerator: Any) -> None:
+    """Raises ValueError for a rank on a CPU that sees GPUs, but none of its number: accelerate's barrier takes one each."""
+    gpus, local_rank = torch.cuda.device_count(), accelerator.local_process_index
+    if accelerator.device.type == "cpu" and 0 < gpus <= local_rank:
+        raise ValueError(
+            f"LongContextTrainer: ranks compute on CPUs, but see {gpus} GPU{'s' * (gpus > 1)}, and accelerate's barrier takes "
+            f"GPU {local_rank} for local rank {local_rank}. Valid: hide them from the launcher, CUDA_VISIBLE_DEVICES= accelerate "
+            "launch ...; `hf-longctx train` does so where use_cpu is true"
         )
 
 

@@ -32,7 +32,12 @@ from hf_longctx.precision import cpu_kind, from_first_rank
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import EXCHANGE_MARGIN
-from hf_longctx.training.arguments import refuse, refuse_launched_parallelism, warn_of_kept_store
+from hf_longctx.training.arguments import (
+    refuse,
+    refuse_cpu_ranks_that_see_gpus,
+    refuse_launched_parallelism,
+    warn_of_kept_store,
+)
 from hf_longctx.training.memory.capacity import (
     LOSS_CHUNKS,
     capacity_of_memory,
@@ -71,6 +76,7 @@ def arrange(trainer: Any) -> None:
     args, plugin, progress, accelerator = trainer.args, trainer.plugin, trainer.progress, trainer.accelerator
     # What other ranks do before this moment takes as long as it takes; from here on all of them set up.
     progress.begin("waiting for all ranks to make their trainers", collective=True, unbounded=True)
+    refuse_cpu_ranks_that_see_gpus(accelerator)
     accelerator.wait_for_everyone()
     progress.begin("making process groups")
     if args.device.type == "cpu":
@@ -167,7 +173,7 @@ def prepare_model(trainer: Any, model: Any) -> Any:
         )
     model = patched(trainer, model)
     trainer.progress.begin("compiling attention's kernels", unbounded=True)
-    warm_kernel(plugin, language_model_of(model).config, args, world)
+    warm_kernel(plugin, language_model_of(model), args, world)
     trainer.progress.begin("patching the model")
     trainer.certificate = certificate_of_run(trainer, model)
     if documents_of(model) != "split" and world.ranks > 1:

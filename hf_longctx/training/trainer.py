@@ -398,7 +398,7 @@ class LongContextMixin(_Trainer):
         self.recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         bare, plugin = self.accelerator.unwrap_model(self.model), self.plugin
         self.measurements = Measurements(bare, self.args, plugin.profile, plugin.token_metrics)
-        self._mean_loss = MeanLoss(self.args.device)
+        self._mean_loss, self._resumed_at = MeanLoss(self.args.device), self.state.global_step
         if self.state.global_step >= max_steps:  # Trainer would train one step more in the middle of an epoch
             return num_train_epochs, 0
         epoch, step = position_of(self.training_steps(), self.state.global_step)
@@ -428,13 +428,11 @@ class LongContextMixin(_Trainer):
         evaluate_what_is_due(self)
         self.progress.begin("ending training")
         self.checkpoints.finish_training()
-        # Trainer divides by the steps of this call; older releases by all of them. Of no step, the mean is NaN.
         self._tr_loss.zero_()
-        self._total_loss_scalar = self._mean_loss.mean() * max(1, self._steps_of_this_call())
+        # Trainer divides by the steps of this call; releases that do not know where it began, by all. Of none, the mean is NaN.
+        divisor = self.state.global_step - getattr(self, "_initial_global_step", 0)
+        self._total_loss_scalar = self._mean_loss.mean() * max(1, divisor)
         return super()._finalize_training(*args, **kwargs)
-
-    def _steps_of_this_call(self) -> int:
-        return self.state.global_step - getattr(self, "_initial_global_step", 0)
 
     def _finish_current_push(self) -> None:
         self._watching.stop()  # an upload may take longer than any step
@@ -549,7 +547,7 @@ class LongContextMixin(_Trainer):
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add what the plan of the last step said: makespan / lower bound, idle share, MiB exchanged by all ranks,
         seconds predicted and measured, how long this process waited for its data, and what measuring/measurements.py says."""
-        if "train_loss" in logs and not self._steps_of_this_call():
+        if "train_loss" in logs and self.state.global_step == self._resumed_at:
             return  # a summary of no step
         if "loss" in logs and self.run_data.last_step is not None:
             logs = logs | describe_step(self, self.run_data.last_step, self.bytes_of_last_step)

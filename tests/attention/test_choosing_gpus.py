@@ -1,10 +1,14 @@
 """Which GPU a rank takes that has not been told, under plain torchrun."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from hf_longctx.attention import exchange
+from hf_longctx.settings.gpu_environment import hide_gpus
+from hf_longctx.training.arguments import refuse_cpu_ranks_that_see_gpus
 
 
 @pytest.mark.parametrize(
@@ -39,3 +43,24 @@ def test_a_rank_without_a_gpu_is_refused(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "2")
     with pytest.raises(ValueError, match=r"LOCAL_RANK=2, and 2 GPUs are visible.*Valid: at most 2 processes"):
         exchange._choose_gpu()
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "refused"), [("cpu", 1, True), ("cpu", 2, False), ("cpu", 0, False), ("cuda", 1, False)]
+)
+def test_a_rank_on_a_cpu_that_sees_too_few_gpus_is_refused(device, gpus, refused, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    accelerator = SimpleNamespace(device=torch.device(device), local_process_index=1)
+    if refused:
+        with pytest.raises(ValueError, match=r"see 1 GPU, .* takes GPU 1 for.*CUDA_VISIBLE_DEVICES= accelerate"):
+            refuse_cpu_ranks_that_see_gpus(accelerator)
+    else:
+        refuse_cpu_ranks_that_see_gpus(accelerator)
+
+
+def test_ranks_on_cpus_see_no_gpu():
+    alone, several = {"RANK": "0"}, {"WORLD_SIZE": "2"}
+    hide_gpus(alone)
+    hide_gpus(several)
+    assert "CUDA_VISIBLE_DEVICES" not in alone
+    assert several["CUDA_VISIBLE_DEVICES"] == ""

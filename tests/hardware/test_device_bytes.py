@@ -29,6 +29,7 @@ from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.simulator.machine import Machine
 from hf_longctx.simulator.sweep import Run
 from hf_longctx.training.memory import capacity
+from tests.builders.tiny_models import tiny_llama
 
 GIB = 2**30
 LLAMA_7B = ARCHITECTURES["llama-7b"]
@@ -212,3 +213,22 @@ def test_a_run_under_nccl_has_its_buffers_in_its_memory():
     assert under.memory.outside == bytes_outside(64, 8)
     assert under.tokens_per_rank < plain.tokens_per_rank
     assert under.machine.speed.inside_bytes < plain.machine.speed.inside_bytes
+
+
+@pytest.mark.parametrize(
+    ("weights", "autocast", "dtype"),
+    [
+        (torch.bfloat16, {}, torch.bfloat16),
+        (torch.float32, {}, torch.float32),
+        (torch.float32, {"fp16": True}, torch.float16),
+    ],
+)
+def test_a_gpus_kernel_is_chosen_for_the_dtype_in_which_attention_computes(weights, autocast, dtype, monkeypatch):
+    asked: list[Any] = []
+    monkeypatch.setattr(capacity, "select_kernel", lambda call, name: asked.append(call) or KERNELS["tiled"])
+    of_heads = capacity.AttentionCall.of_heads
+    monkeypatch.setattr(capacity.AttentionCall, "of_heads", lambda *sizes: of_heads(*sizes[:-1], torch.device("meta")))
+    model = tiny_llama().to(weights)
+    args = SimpleNamespace(device=torch.device("cuda", 0), **{"bf16": False, "fp16": False} | autocast)
+    assert capacity.kernel_of_run(LongContextPlugin(capacity=64), model, args) is not None
+    assert asked[0].q.dtype is dtype

@@ -321,6 +321,15 @@ def test_sharding_that_the_launcher_chose_is_refused(monkeypatch, tmp_path):
     fresh_accelerator_state()
 
 
+def test_the_precision_that_the_launcher_chose_is_what_is_counted_with(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    fresh_accelerator_state()
+    trainer = LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin(capacity=32))
+    precisions = trainer.accelerator.mixed_precision, trainer.args.bf16, trainer.args.fp16
+    fresh_accelerator_state()
+    assert precisions == ("bf16", True, False)
+
+
 def test_a_degree_of_ulysses_that_does_not_divide_the_heads_is_refused(tmp_path):
     with pytest.raises(
         ValueError,

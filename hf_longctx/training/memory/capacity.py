@@ -155,19 +155,19 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World)
         lora_targets=tuple(adapters) or None,
         trained=trained_weights(model, args.optim),
         product_scratch=product_scratch(kind, args.bf16 or weight.dtype is torch.bfloat16),
-        workspace=_workspace_here(plugin, model.config, args),
+        workspace=_workspace_here(plugin, model, args),
     )
 
 
-def _workspace_here(plugin: LongContextPlugin, config: Any, args: Any) -> Workspace:
+def _workspace_here(plugin: LongContextPlugin, model: Any, args: Any) -> Workspace:
     """Return what this run's kernel states of its own memory, or where it is not known that of CPUs' kernels."""
-    chosen = kernel_of_run(plugin, config, args)
+    chosen = kernel_of_run(plugin, model, args)
     return float32_operands if chosen is None else chosen[0].workspace
 
 
-def warm_kernel(plugin: LongContextPlugin, config: Any, args: Any, world: World) -> int:
+def warm_kernel(plugin: LongContextPlugin, model: Any, args: Any, world: World) -> int:
     """Call the kernel of this run once in each way, where it is one that compiles. Returns the number of calls."""
-    chosen = kernel_of_run(plugin, config, args)
+    chosen = kernel_of_run(plugin, model, args)
     if chosen is None:
         return 0
     kernel, call = chosen
@@ -175,18 +175,19 @@ def warm_kernel(plugin: LongContextPlugin, config: Any, args: Any, world: World)
     return warm(kernel, heads, kv_heads, call.q.shape[2], call.q.dtype, call.q.device)
 
 
-def kernel_of_run(plugin: LongContextPlugin, config: Any, args: Any) -> tuple[Kernel, AttentionCall] | None:
+def kernel_of_run(plugin: LongContextPlugin, model: Any, args: Any) -> tuple[Kernel, AttentionCall] | None:
     """Choose the kernel that attention of this run gets on a GPU, and a call with the heads that it will see; None on other
     devices, and where no kernel takes the model's heads (it is refused when it runs) or they are unknown."""
     if args.device.type != "cuda":
         return None
     try:
-        sizes = ModelSizes.of(config, 1)
+        sizes = ModelSizes.of(model.config, 1)
     except ValueError:
         return None
     if not sizes.heads:
         return None
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else torch.float32
+    weights = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weights
     kv_heads = max(1, sizes.kv_width // sizes.head_dim)
     call = AttentionCall.of_heads(sizes.heads, kv_heads, sizes.head_dim, dtype, args.device)
     try:
