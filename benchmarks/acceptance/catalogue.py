@@ -25,6 +25,7 @@ PARTS = (
     Part("models", "Whole models in bfloat16, beside the CPU", "whole_models:measure", 6),
     Part("families", "Every model type, beside float64", "families:measure", 6),
     Part("train", "hf-longctx train, killed and started again", "whole_run:measure", 3),
+    Part("prediction", "Steps as planned, beside what they take", "predicted_steps:measure", 4),
     Part("syncs", "What makes the host wait in a planned step", "planned_step:count_waits", 2),
     Part(
         "sanitizer",

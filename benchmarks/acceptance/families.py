@@ -20,6 +20,7 @@ from acceptance.record import Bench
 PRECISIONS: dict[str, dict[str, str]] = {
     "bfloat16": {"weights": "bfloat16"},
     "autocast": {"weights": "float32", "autocast": "bfloat16"},
+    "float16 autocast": {"weights": "float32", "autocast": "float16"},
     "float32": {"weights": "float32"},
 }
 TINY_FAMILIES = ("llama", "gemma2")
