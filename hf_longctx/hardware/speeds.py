@@ -34,6 +34,9 @@ class RankSpeed:
     """Parameters/s that one rank updates."""
     activation_bytes: int
     """Bytes of one activation element: 2 for bfloat16, 4 for float32."""
+    launch_seconds: float = 0.0
+    """Seconds per layer in which the host starts the kernels of a micro-batch, forward and backward: a GPU that computes longer
+    hides them, and none is done sooner. 0: unknown, or there is no device beside the host. Plans leave it out."""
 
 
 CpuKind = Literal["amx", "avx512_bf16", "avx512", "none"]

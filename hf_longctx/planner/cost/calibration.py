@@ -6,11 +6,15 @@ messages, documents ...) times the seconds that one of them takes. For a micro-b
     layers*micro_batch + sum_i ( layers*document + F_linear*s_i/d*linear
                                + max( F_attention*(s_i^2/d*attention + s_i*short),  bytes*s_i*(d-1)/d*inside + ... ) )
 
-where `short` stands for attention*half_tokens, and a window leaves less than s_i^2. The seconds are fitted in rounds:
+where `short` stands for attention*half_tokens, and a window leaves less than s_i^2. A host that starts kernels on a device works
+beside it: such a micro-batch takes this sum, or layers*launch where that is more. The seconds are fitted in rounds:
 
-1. of each document, take the side of the max that is longer by the seconds of the round before;
+1. of each document, take the side of the max that is longer by the seconds of the round before; of each micro-batch too;
 2. nonnegative least squares on *relative* errors, so that 10 ms count as much as 10 s;
 3. points that fit badly weigh less in the next round (Huber), so that a time that was disturbed moves little.
+
+Which micro-batches the host bounds is not known to begin with: the fit begins with the quickest few of them, with some more, and
+so on, and the best of these fits counts.
 
 What no point counts, such as bytes between nodes on a single node, stays as the preset has it. Nothing is sent here, and
 nothing here needs torch: training/measuring/rank_profile.py measures the points.
@@ -19,7 +23,7 @@ nothing here needs torch: training/measuring/rank_profile.py measures the points
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -39,21 +43,30 @@ TERMS = (
     "micro_batch",
     "reduce",
     "optimizer",
+    "launch",
 )
 """The columns of the fit."""
 RATES = ("linear", "attention", "inside", "between", "reduce", "optimizer")
 """Terms whose seconds are one over a speed, so that zero would be an infinite one."""
 FASTEST = 1000
 """A speed is at most so many times the preset's: where a term is too short to be seen, any speed would fit."""
+LAUNCH = TERMS.index("launch")
 ROUNDS = 60
 """The fit ends here at the latest; sides and weights settle in 5 to 20 rounds."""
 HUBER = 0.1
 """Relative error above which a point weighs less: beyond what the model leaves open on real points (median 0.03, one in
 ten above 0.1), far below what a disturbance does."""
+BOUND_BY_HOST = (0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8)
+"""Shares of the micro-batches, the quickest, with which fits begin that look for those that the host bounds."""
 
 
 def fit_speed(
-    points: Sequence[Point], config: Any, preset: RankSpeed, *, ranks_per_node: int | None = None
+    points: Sequence[Point],
+    config: Any,
+    preset: RankSpeed,
+    *,
+    ranks_per_node: int | None = None,
+    beside_host: bool = False,
 ) -> RankSpeed:
     """The speeds with which CostModel.from_config(config, ...) predicts the points best.
 
@@ -62,6 +75,7 @@ def fit_speed(
         config: of the Hugging Face model that was measured.
         preset: where the fit begins, and what is kept of terms that no point counts; its `activation_bytes` hold.
         ranks_per_node: of the machine measured; None: all.
+        beside_host: whether a device computes what the host starts, and goes on meanwhile.
 
     Raises:
         CalibrationError: no micro-batch was measured, or a time is not positive and finite.
@@ -73,13 +87,42 @@ def fit_speed(
             raise CalibrationError(f"{point}: its seconds must be positive and finite; measure it again")
     counts = [_Counts.of(point, config, preset.activation_bytes, ranks_per_node) for point in points]
     seconds = np.array([point.seconds for point in points])
-    theta = _seconds(preset)
+    if not beside_host:
+        return _speed(_fitted(counts, seconds, _seconds(replace(preset, launch_seconds=0.0))), preset)
+    layers = np.array([count.launches for count in counts])
+    quickest = np.sort(seconds[layers > 0])
+    fits = []
+    for share in BOUND_BY_HOST:
+        slowest = quickest[: 1 + int(share * (len(quickest) - 1))].max()
+        begin = replace(preset, launch_seconds=float(np.median(quickest[quickest <= slowest]) / layers.max()))
+        theta = _fitted(counts, seconds, _seconds(begin), by_host=(layers > 0) & (seconds <= slowest))
+        fits.append((_loss(_predicted(counts, theta) / seconds - 1), theta))
+    return _speed(min(fits, key=lambda fit: fit[0])[1], preset)
+
+
+def _loss(residual: np.ndarray) -> float:
+    """Sum of Huber's loss of relative errors [points]."""
+    size = np.abs(residual)
+    return float(np.where(size <= HUBER, size**2, HUBER * (2 * size - HUBER)).sum())
+
+
+def _fitted(
+    counts: Sequence[_Counts], seconds: np.ndarray, theta: np.ndarray, *, by_host: np.ndarray | None = None
+) -> np.ndarray:
+    """float64 [terms]: seconds that predict those of the points [points] best, from `theta` [terms].
+
+    Args:
+        by_host: bool [points], which points the host bounds, in the first round; None: as theta says.
+    """
     floor = np.array([value / FASTEST if term in RATES else 0.0 for term, value in zip(TERMS, theta)])
     fitted = np.logical_or.reduce([count.nonzero for count in counts])
-    weight = np.ones(len(points))
+    fitted[LAUNCH] = theta[LAUNCH] > 0
+    weight = np.ones(len(seconds))
     for _ in range(ROUNDS):
         before = theta
-        rows = np.stack([count.row(theta) for count in counts]) / seconds[:, None]
+        sides = [None] * len(counts) if by_host is None else by_host.tolist()
+        by_host = None
+        rows = np.stack([count.row(theta, side) for count, side in zip(counts, sides)]) / seconds[:, None]
         left = 1 - rows[:, fitted] @ floor[fitted] - rows[:, ~fitted] @ theta[~fitted]
         theta = np.where(fitted, floor, theta)
         theta[fitted] += nonnegative_least_squares(rows[:, fitted] * weight[:, None], left * weight)
@@ -87,7 +130,7 @@ def fit_speed(
         weight = np.sqrt(HUBER / np.maximum(residual, HUBER))
         if np.allclose(theta, before, rtol=1e-5, atol=0):
             break
-    return _speed(theta, preset)
+    return theta
 
 
 def predict(points: Sequence[Point], config: Any, speed: RankSpeed, *, ranks_per_node: int | None = None) -> np.ndarray:
@@ -106,6 +149,8 @@ class _Counts:
     """float64 [documents, terms]"""
     exchange: np.ndarray
     """float64 [documents, terms]"""
+    launches: int = 0
+    """Layers whose kernels a host starts; 0: the point is no micro-batch."""
 
     @classmethod
     def of(cls, point: Point, config: Any, activation_bytes: int, ranks_per_node: int | None) -> _Counts:
@@ -130,17 +175,23 @@ class _Counts:
             exchange[:, TERMS.index("inside")] = traffic * (d - 1) / d
             exchange[:, TERMS.index("between")] = traffic * (d - node) / (d * node)
             exchange[:, TERMS.index("message")] = flops.layers * (d - 1)
-        return cls(np.array([always[term] for term in TERMS]), attention, exchange)
+        launches = flops.layers if point.part == "micro_batch" else 0
+        return cls(np.array([always[term] for term in TERMS]), attention, exchange, launches)
 
     @property
     def nonzero(self) -> np.ndarray:
         """bool [terms]"""
         return (self.always > 0) | (self.attention > 0).any(0) | (self.exchange > 0).any(0)
 
-    def row(self, theta: np.ndarray) -> np.ndarray:
-        """float64 [terms]: the counts, of each document those of its longer side by the seconds `theta` [terms]."""
+    def row(self, theta: np.ndarray, by_host: bool | None = None) -> np.ndarray:
+        """float64 [terms]: the counts, of each document those of its longer side by the seconds `theta` [terms]; the host's alone
+        where it takes longer than the device, or where `by_host` says so."""
         longer = (self.attention @ theta >= self.exchange @ theta)[:, None]
-        return self.always + np.where(longer, self.attention, self.exchange).sum(0)
+        device = self.always + np.where(longer, self.attention, self.exchange).sum(0)
+        host = self.launches * theta[LAUNCH]
+        if not (host > device @ theta if by_host is None else by_host):
+            return device
+        return np.where(np.arange(len(TERMS)) == LAUNCH, float(self.launches), 0.0)
 
 
 def _predicted(counts: Sequence[_Counts], theta: np.ndarray) -> np.ndarray:
@@ -160,6 +211,7 @@ def _seconds(speed: RankSpeed) -> np.ndarray:
         "micro_batch": speed.micro_batch_seconds,
         "reduce": 1 / speed.reduce_bytes,
         "optimizer": 1 / speed.optimizer_parameters,
+        "launch": speed.launch_seconds,
     }
     return np.array([seconds[term] for term in TERMS])
 
@@ -178,6 +230,7 @@ def _speed(theta: np.ndarray, preset: RankSpeed) -> RankSpeed:
         "attention_half_tokens": seconds["short"] / seconds["attention"],
         "reduce_bytes": 1 / seconds["reduce"],
         "optimizer_parameters": 1 / seconds["optimizer"],
+        "launch_seconds": seconds["launch"],
     }
     return RankSpeed(
         activation_bytes=preset.activation_bytes, **{name: float(f"{value:.6g}") for name, value in fields.items()}

@@ -57,8 +57,10 @@ HELD_OUT_FROM = 32
 SHORTEST_PIECE = 128
 """Tokens that each rank holds of the shortest split document: the planner splits none so short, and where a split costs
 more than its compute, that would be fitted at the expense of documents that matter."""
-PACKED_TOKENS = 2048
-"""Tokens of a pack of short documents."""
+PACKED_TOKENS = {"cpu": 2048, "cuda": 32768}
+"""Tokens of a pack of short documents: on a GPU so many that it computes for longer than the host takes to start its kernels."""
+SHORTEST_ALONE = {"cpu": SHORTEST, "cuda": 4096}
+"""Tokens of the shortest document whose attention is timed alone; likewise."""
 LONGEST_SHARE = 1 / 40
 """Share of the time given that one case may take at most: there are about 30, half of them quick, and 3 passes or more."""
 PASSES = (3, 9)
@@ -128,13 +130,14 @@ def profile_model(config: Any, device: torch.device, settings: ProfileSettings) 
     flops = model_flops(config)  # a model that cannot be counted is refused before anything is measured
     bench = _Bench(config, device, settings, exchange)
     documents, most = documents_of(bench.model), longest_of(bench.model)
-    measured = _measure(bench, suited(cases(world_size, settings.longest), documents, most), settings)
+    measured = _measure(bench, suited(cases(world_size, settings.longest, device.type), documents, most), settings)
     # Lengths are tokens, whatever the kernel makes of them; bytes are those of keys and values as they travel.
     half = settings.precision != "float32"
     preset = cpu_core(cpu_kind(), half) if device.type == "cpu" else gpu_speed(torch.cuda.get_device_name(device))
     preset = replace(preset, activation_bytes=2 if half else 4)
     fitted = [point for point in measured if not point.held_out]
-    speed = fit_speed(fitted, config, preset, ranks_per_node=ranks_per_node)
+    beside_host = device.type == "cuda" and settings.clock == "wall"
+    speed = fit_speed(fitted, config, preset, ranks_per_node=ranks_per_node, beside_host=beside_host)
     host_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     host_bandwidth = bench.host_bandwidth()
     return Profile(
@@ -180,11 +183,11 @@ def suited(possible: Sequence[_Case], documents: Documents, most: int | None) ->
     return [case for case in possible if most is None or max(case.lengths, default=0) <= most]
 
 
-def cases(world_size: int, longest: int) -> list[_Case]:
+def cases(world_size: int, longest: int, device: str = "cpu") -> list[_Case]:
     """Return what is measured on so many ranks, family by family."""
     doubling = [2**k for k in range(40) if SHORTEST <= 2**k <= longest]
     chosen = [_Case("micro_batch", (length,), family="whole") for length in doubling]
-    tokens = min(PACKED_TOKENS, longest)
+    tokens = min(PACKED_TOKENS[device], longest)
     for short in (SHORTEST, 64, 256):
         if 2 * short <= tokens:
             chosen.append(_Case("micro_batch", (short,) * (tokens // short), family=f"packs of {short}"))
@@ -193,7 +196,11 @@ def cases(world_size: int, longest: int) -> list[_Case]:
     between = [length for length in doubling if length >= HELD_OUT_FROM][::2]
     chosen += [_Case("micro_batch", (3 * length // 2,), family="held out", held_out=True) for length in between]
     chosen.append(_Case("micro_batch", (3 * tokens // 8, tokens // 8), family="held-out pack", held_out=True))
-    chosen += [_Case("attention", (length,), family="attention") for length in doubling[2::2]]
+    chosen += [
+        _Case("attention", (length,), family="attention")
+        for length in doubling[2::2]
+        if length >= SHORTEST_ALONE[device]
+    ]
     for ranks in sorted({2**k for k in range(1, 20) if 2**k < world_size} | {world_size} - {1}):
         pieces = [length for length in doubling if length >= SHORTEST_PIECE and length * ranks**0.5 <= longest]
         chosen += [_Case("micro_batch", (ranks * piece,), ranks, f"split over {ranks}") for piece in pieces]

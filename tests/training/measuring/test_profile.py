@@ -289,10 +289,10 @@ from hf_longctx.training.measuring.step_costs import cost_model
 
 profile.QUICK_SECONDS = 0.5
 
-def failing(world_size, longest, cases=measuring.cases):
+def failing(world_size, longest, device, cases=measuring.cases):
     if os.environ.get("RANK", "0") == os.environ.get("FAILING_RANK"):
         raise OSError("rank 1 has no more")
-    return cases(world_size, longest)
+    return cases(world_size, longest, device)
 
 measuring.cases = failing
 if __name__ == "__main__":
