@@ -1,6 +1,6 @@
 """Functions of integers and arrays with one source and two ways to run: interpreted at once, or compiled by numba.
 
-Compiling all that a plan needs takes most of a minute of a core, reading it back from disk half a second, importing numba a
+Compiling all that a plan needs takes half a minute of a core, reading it back from disk half a second, importing numba a
 quarter of one. Interpreted code needs none of that, and is 30 to 100 times as slow. So whoever plans says how long the work
 takes when it is interpreted, and that decides:
 
@@ -8,9 +8,9 @@ takes when it is interpreted, and that decides:
         place_in_blocks(...)         called from ordinary Python: runs as was decided
             smallest_group(...)      called from a compiled function: runs the same way, and pays nothing for the choice
 
-    9 documents on 2 ranks       0.02 s of a core interpreted      15 s to compile, then under 0.001 s
-    1,000 on 64                  0.06 (async) to 0.5 (lockstep)    15 s, then 0.01
-    100,000 on 16,384            minutes                           15 s, then 0.03
+    9 documents on 2 ranks       0.02 s of a core interpreted      40 s to compile, then under 0.001 s
+    1,000 on 64                  0.06 (async) to 0.5 (lockstep)    40 s, then 0.01
+    100,000 on 16,384            minutes                           40 s, then 0.03
 
 `compiled(f)` stands for two functions with the code of f. They see the globals of f's module, but in the place of other
 compiled functions stand their interpreted forms, or their compiled ones.
