@@ -107,7 +107,9 @@ def plan(
     refuse_beyond_planners(("--ranks", ranks), ("--capacity", capacity))
     names, on, config = read_planners(planner), read_device(device), read_config(model)
     topology = Topology(ranks, capacity, ranks_per_node=ranks_per_node or on.ranks_per_node, stages=stages)
-    cost = CostModel.from_config(config, on.speed, ranks_per_node=topology.ranks_per_node, world_size=ranks)
+    cost = CostModel.from_config(
+        config, on.speed, ranks_per_node=topology.ranks_per_node, world_size=ranks, capacity=capacity
+    )
     kv_bytes = model_flops(config).kv_elements * on.speed.activation_bytes
     if documents is not None and tokens is not None:
         raise ValueError(

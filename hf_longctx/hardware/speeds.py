@@ -36,7 +36,8 @@ class RankSpeed:
     """Bytes of one activation element: 2 for bfloat16, 4 for float32."""
     launch_seconds: float = 0.0
     """Seconds per layer in which the host starts the kernels of a micro-batch, forward and backward: a GPU that computes longer
-    hides them, and none is done sooner. 0: unknown, or there is no device beside the host. Plans leave it out."""
+    hides them, and none is done sooner. 0: unknown, or there is no device beside the host. Of plans, each micro-batch costs what
+    one that is full does not hide."""
 
 
 CpuKind = Literal["amx", "avx512_bf16", "avx512", "none"]

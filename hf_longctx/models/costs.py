@@ -15,11 +15,15 @@ from hf_longctx.planner.topology import Topology
 def counted_cost(model: Any, speed: RankSpeed, topology: Topology) -> CostModel:
     """Count FLOPs and bytes of a model's configuration. Raises ValueError, with the reason, where it cannot be counted."""
     config = model.config.get_text_config()
-    return CostModel.from_config(config, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size)
+    return CostModel.from_config(config, speed, **_of(topology))
 
 
 def guessed_cost(model: Any, speed: RankSpeed, topology: Topology) -> CostModel:
     """Guess the cost of a model that cannot be counted from how many weights and heads it has."""
     parameters = sum(weight.numel() for weight in whole_parameters(model).values())
     flops = flops_of_weights(parameters, model.config.get_text_config())
-    return CostModel.from_flops(flops, speed, ranks_per_node=topology.ranks_per_node, world_size=topology.world_size)
+    return CostModel.from_flops(flops, speed, **_of(topology))
+
+
+def _of(topology: Topology) -> dict[str, Any]:
+    return {name: getattr(topology, name) for name in ("ranks_per_node", "world_size", "capacity")}

@@ -32,10 +32,12 @@ from numba.core.caching import FunctionCache, NullCache
 from numba.core.types import unliteral
 
 LEVEL = 1
-"""Level of LLVM's optimizations where NUMBA_OPT names none: compiling all takes 72 to 82 s of an EPYC's core, and 113 at numba's own
-level, 3; plans take as long with either, and many times as long at level 0. It counts for all that the process compiles."""
+"""Level of LLVM's optimizations where NUMBA_OPT names none: compiling all takes 72 to 82 s of an EPYC's core, and 113 at
+numba's own level, 3; plans take as long with either, and many times as long at level 0. It counts for all that the process
+compiles."""
 if "NUMBA_OPT" not in os.environ:
-    numba.config.OPT = type(numba.config.OPT)(LEVEL)
+    numba_config: Any = numba.config
+    numba_config.OPT = type(numba_config.OPT)(LEVEL)
 
 LOCK = "hf_longctx.lock"
 """Holds the stamp of the sources that the machine code of a whole plan was made of."""

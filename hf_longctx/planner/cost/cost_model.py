@@ -112,20 +112,35 @@ class CostModel:
 
     @classmethod
     def from_config(
-        cls, config: Any, speed: RankSpeed = GPU, *, ranks_per_node: int | None = None, world_size: int = 1
+        cls,
+        config: Any,
+        speed: RankSpeed = GPU,
+        *,
+        ranks_per_node: int | None = None,
+        world_size: int = 1,
+        capacity: int | None = None,
     ) -> CostModel:
         """Count the FLOPs of a Hugging Face configuration, of any causal language model (hardware/model_sizes.py), and divide
         them by what a rank achieves.
 
         A weight costs 6 FLOPs per token: 2 forward, 4 backward. A causal query-key pair, of which there are s^2 / 2,
         costs 12 * head_dim per head. `world_size` decides what a step costs once: with several ranks, gradients travel.
+        `capacity`, tokens of a full micro-batch, decides how much of the host's `launch_seconds` a micro-batch costs.
         Raises ValueError, naming it, when the configuration lacks a size, or with the reason why it cannot be counted.
         """
-        return cls.from_flops(model_flops(config), speed, ranks_per_node=ranks_per_node, world_size=world_size)
+        return cls.from_flops(
+            model_flops(config), speed, ranks_per_node=ranks_per_node, world_size=world_size, capacity=capacity
+        )
 
     @classmethod
     def from_flops(
-        cls, flops: ModelFlops, speed: RankSpeed = GPU, *, ranks_per_node: int | None = None, world_size: int = 1
+        cls,
+        flops: ModelFlops,
+        speed: RankSpeed = GPU,
+        *,
+        ranks_per_node: int | None = None,
+        world_size: int = 1,
+        capacity: int | None = None,
     ) -> CostModel:
         """Divide FLOPs and bytes of a model by what a rank achieves, as `from_config` does."""
         layers = flops.layers
@@ -137,6 +152,9 @@ class CostModel:
             return max(1, round(of / speed.attention_flops * 1e12)) if of else 0
 
         linear_ps = max(1, round(flops.linear / speed.linear_flops * 1e12))
+        # Kernels that the host starts while the device computes cost what the device does not hide, in a full micro-batch.
+        hidden = (capacity or 0) * linear_ps / PS_PER_NS
+        launch_ns = max(0, round(layers * speed.launch_seconds * 1e9 - hidden)) if capacity else 0
         return cls(
             attention_ps=attention_ps(flops.attention - flops.windowed),
             windowed_ps=attention_ps(flops.windowed),
@@ -148,7 +166,7 @@ class CostModel:
             between_ps=round(exchange_bytes / speed.between_bytes * 1e12),
             message_ns=round(layers * speed.message_seconds * 1e9),
             document_ns=round(layers * speed.document_seconds * 1e9),
-            micro_batch_ns=round(layers * speed.micro_batch_seconds * 1e9),
+            micro_batch_ns=round(layers * speed.micro_batch_seconds * 1e9) + launch_ns,
             ranks_per_node=ranks_per_node,
             step_ns=round((reduced + flops.parameters / speed.optimizer_parameters) * 1e9),
         )

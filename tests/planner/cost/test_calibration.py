@@ -86,6 +86,16 @@ def test_what_a_host_takes_to_start_kernels_is_told_from_what_a_gpu_computes(lau
         assert speed.launch_seconds == pytest.approx(launch, rel=0.05)
 
 
+@pytest.mark.parametrize("capacity", [None, 1024, 65536])
+def test_a_full_micro_batch_costs_what_of_the_host_it_does_not_hide(capacity):
+    speed = replace(GPU, micro_batch_seconds=0.0, launch_seconds=5e-3)
+    cost = CostModel.from_config(CONFIG, speed, capacity=capacity)
+    launch_ns, computed_ns = 5e6 * CONFIG.num_hidden_layers, (capacity or 0) * cost.linear_ps / 1000
+    expected = max(0, launch_ns - computed_ns) if capacity else 0
+    assert cost.micro_batch_ns == pytest.approx(expected, abs=1)
+    assert replace(cost, micro_batch_ns=0) == CostModel.from_config(CONFIG, replace(speed, launch_seconds=0.0))
+
+
 FAMILIES = {"llama": tiny_llama, "mistral": tiny_mistral, "mixtral": tiny_mixtral, "bloom": tiny_bloom}
 
 
