@@ -85,6 +85,16 @@ def _precision(request: Request) -> Iterator[Problem]:
     bf16 = request.args.bf16
     if isinstance(request.args, TrainingArguments) and not isinstance(bf16, bool):
         yield "bf16", f"{bf16!r} is for YAML files, where `hf-longctx train` decides; valid: True or False"
+    launched = getattr(request.args, "mixed_precision", None) == "fp16"  # by its arguments, or by `accelerate launch`
+    # In a pipeline it is refused whatever the device is.
+    staged = request.plugin is not None and request.plugin.pipeline_stages > 1
+    if request.on_cpu and not staged and (request.args.fp16 or launched):
+        asked = "True" if request.args.fp16 else "False, and accelerate's mixed_precision='fp16'"
+        yield (
+            "fp16",
+            f"{asked}: ranks compute on CPUs, where accelerate scales no gradients, and computes in float32 without a word; "
+            "valid: bf16, or neither",
+        )
 
 
 def _fsdp(request: Request) -> Iterator[Problem]:

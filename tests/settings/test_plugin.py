@@ -330,6 +330,17 @@ def test_the_precision_that_the_launcher_chose_is_what_is_counted_with(monkeypat
     assert precisions == ("bf16", True, False)
 
 
+def test_float16_that_the_launcher_chose_is_refused_on_cpus(monkeypatch, tmp_path):
+    """accelerate computes in float32 there, and FSDP2 would in float16 without scaling gradients."""
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    fresh_accelerator_state()
+    with pytest.raises(
+        ValueError, match=r"fp16=False, and accelerate's mixed_precision='fp16': ranks .* valid: bf16, or neither"
+    ):
+        LongContextTrainer(tiny_llama(), arguments(tmp_path), plugin=LongContextPlugin(capacity=32))
+    fresh_accelerator_state()
+
+
 def test_a_degree_of_ulysses_that_does_not_divide_the_heads_is_refused(tmp_path):
     with pytest.raises(
         ValueError,

@@ -73,6 +73,7 @@ ALIKE: dict[str, tuple[dict[str, Any], str]] = {
         {"longctx.pipeline_stages": 2, "longctx.sharding": "zero2"},
         "2: ranks of zero2, zero3 and expert parallelism meet in every micro-batch",
     ),
+    "float16 on CPUs": ({"training.fp16": True}, "fp16: True: ranks compute on CPUs, where accelerate scales no gradients"),
     "scaled stages": ({"longctx.pipeline_stages": 2, "training.fp16": True}, "2: fp16 scales gradients by what one"),
 }  # fmt: skip
 
