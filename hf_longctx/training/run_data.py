@@ -208,6 +208,7 @@ class RunData:
             plugin.overlap_tokens,
             getattr(trainer.train_dataset, "weights", None),
             bf16=bool(args.bf16),
+            fp16=bool(args.fp16),
             data_version=getattr(trainer.train_dataset, "data_version", None),
             optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
         )

@@ -23,6 +23,8 @@ MADE_BEFORE = (
 )
 
 
+HALF = ("bf16", "fp16")
+"""Fields of TrainingArguments that a run keeps: whether it computes under autocast, and in what."""
 OPTIMIZER_SETTINGS = {
     "learning_rate": "lr",
     "weight_decay": "weight_decay",
@@ -61,6 +63,8 @@ class RunState(TrainerCallback, ExportableState):
     """the evaluation after the last step was broken off by SIGTERM"""
     bf16: bool | None = None
     """whether it computes under autocast in bfloat16; None: the checkpoint is older than this field"""
+    fp16: bool | None = None
+    """the same of float16"""
     data_version: int | None = None
     """what texts and conversations were made into documents as (data/tokenisation.py); None: not known"""
     optimizer: dict[str, float] | None = None
@@ -96,12 +100,13 @@ class RunState(TrainerCallback, ExportableState):
                 f"{self.data_fingerprint}: resuming would repeat some and lose others. Give the same data set in "
                 f"the same order{older}, or start a new run"
             )
-        if saved.bf16 not in (None, self.bf16):
-            written = str(saved.bf16).lower()
+        if other := [name for name in HALF if getattr(saved, name) not in (None, getattr(self, name))]:
+            now, before = (", ".join(f"{name}={getattr(state, name)}" for name in other) for state in (self, saved))
+            written = ", ".join(f"training.{name}: {str(getattr(saved, name)).lower()}" for name in other)
+            auto = " or auto" if other == ["bf16"] else ""
             raise ValueError(
-                f"resuming with bf16={self.bf16}, but the checkpoint was trained with bf16={saved.bf16}: a run keeps its "
-                f"precision. Valid: training.bf16: {written} or auto in YAML, TrainingArguments(bf16={saved.bf16}), or a new "
-                "run from the checkpoint's weights"
+                f"resuming with {now}, but the checkpoint was trained with {before}: a run keeps its precision. Valid: "
+                f"{written}{auto} in YAML, TrainingArguments({before}), or a new run from the checkpoint's weights"
             )
         asked = asked | self._changed_weights(saved, max(math.ceil(checkpoint_state.epoch or 0) - 1, 0))
         changed = {name: value for name, value in asked.items() if value not in (None, getattr(saved, name))}
@@ -116,7 +121,7 @@ class RunState(TrainerCallback, ExportableState):
                 f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
                 "on the run has other noise than it began with, of the same size"
             )
-        kept = {name: getattr(self, name) for name in ("weights", "bf16", "data_version", "optimizer")}
+        kept = {name: getattr(self, name) for name in ("weights", *HALF, "data_version", "optimizer")}
         self.__dict__.update(asdict(saved) | kept)
 
     def changed_settings(self, checkpoint: Path) -> set[str]:

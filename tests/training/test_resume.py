@@ -13,6 +13,7 @@ from transformers.trainer_callback import TrainerState
 
 from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.checkpoint.state import load_schedule
+from hf_longctx.training.run_state import RunState
 from tests.builders.training_runs import (
     POISONED_STEPS,
     PoisonedTrainer,
@@ -200,6 +201,30 @@ def test_other_batches_or_another_order_are_refused(plugin, settings, message, u
             SETTINGS | settings | {"output_dir": tmp_path},
             resume=str(folder / f"checkpoint-{SEVENTH}"),
         )
+
+
+def test_another_autocast_is_refused():
+    """float16 too, which CPUs do not compute in here."""
+    run: dict[str, Any] = {"global_batch_documents": 4, "global_batch_tokens": None, "seed": 3, "data_fingerprint": "f"}
+
+    def resumed(before: dict[str, Any], **now: bool) -> RunState:
+        checkpoint, state = (
+            TrainerState(stateful_callbacks={"RunState": {"args": run | before}}),
+            RunState(**run, **now),
+        )
+        state.restore(checkpoint, {})
+        return state
+
+    assert resumed({"bf16": False}, bf16=False, fp16=True).fp16  # older than this field
+    assert resumed({"bf16": False, "fp16": True}, bf16=False, fp16=True).state()["args"]["fp16"]
+    with pytest.raises(
+        ValueError, match=r"fp16=False, but .* with fp16=True: .* Valid: training.fp16: true in YAML, Tr"
+    ):
+        resumed({"bf16": False, "fp16": True}, bf16=False, fp16=False)
+    with pytest.raises(ValueError, match=r"bf16=True, fp16=False, but .* TrainingArguments\(bf16=False, fp16=True\)"):
+        resumed({"bf16": False, "fp16": True}, bf16=True, fp16=False)
+    with pytest.raises(ValueError, match=r"bf16=False, but .*bf16=True: .* Valid: training.bf16: true or auto in YAML"):
+        resumed({"bf16": True}, bf16=False, fp16=False)
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(uninterrupted, tmp_path):
