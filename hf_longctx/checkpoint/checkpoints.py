@@ -39,6 +39,7 @@ from hf_longctx.checkpoint.export import (
     as_peft_saves,
     public_arguments,
     save_configuration,
+    saved_dtype,
 )
 from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
 from hf_longctx.checkpoint.lock import locked
@@ -177,7 +178,7 @@ class Checkpoints:
         if self.ranks.rank == 0:
             try:
                 with tempfile.TemporaryDirectory() as folder:
-                    self._export_configuration(Path(folder))
+                    self._export_configuration(Path(folder), saved_dtype(self.model))
                 if has_adapters(self.model):
                     refuse_what_peft_cannot_save(as_peft_saves(self.model), _saved_weights(self.model))
             except Exception as error:
@@ -265,12 +266,13 @@ class Checkpoints:
 
         shown = without_hooks(as_peft_saves(model)) if adapters else None
         shared = second_names(shown) if adapters else {}
+        dtype = saved_dtype(model)  # now: the next step may run while files are written
 
         def export(folder: Path, whole: dict[str, torch.Tensor]) -> None:
             if shown is not None:  # others than those that are trained lie where they were loaded from
                 trained = trained_adapters(shown, whole)
                 shown.save_pretrained(folder, state_dict=by_all_names(whole, shared), selected_adapters=trained)
-            self._export_configuration(folder)
+            self._export_configuration(folder, dtype)
 
         return Contents(
             trainer.state.global_step,
@@ -284,8 +286,8 @@ class Checkpoints:
             adapters,
         )
 
-    def _export_configuration(self, folder: Path) -> None:
-        save_configuration(self.model, folder)
+    def _export_configuration(self, folder: Path, dtype: str) -> None:
+        save_configuration(self.model, folder, dtype)
         processing = self._trainer.processing_class or getattr(self._trainer.data_collator, "tokenizer", None)
         if processing is not None:
             processing.save_pretrained(folder)

@@ -65,12 +65,19 @@ def as_peft_saves(model: Any) -> Any:
     return model if cut is None or cut.adapted is None else cut.adapted
 
 
-def save_configuration(model: Any, folder: Path) -> None:
-    """Save what transformers needs beside weights to load a model."""
+def saved_dtype(model: Any) -> str:
+    """Name the dtype that a configuration says of a model's weights, for as long as no step runs: while one does, FSDP2 has in
+    their place what it has gathered, in the dtype that computes."""
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return str(bare.dtype).removeprefix("torch.")
+
+
+def save_configuration(model: Any, folder: Path, dtype: str) -> None:
+    """Save what transformers needs beside weights to load a model, which were in `dtype` when they were saved."""
     config = copy.deepcopy(model.config)
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
     config.architectures = [type(bare).__name__.removeprefix("FSDP")]
-    config.dtype = str(bare.dtype).removeprefix("torch.")
+    config.dtype = dtype
     if getattr(config, "distributed_config", None) is not None:
         config.distributed_config = None
     config.save_pretrained(folder)

@@ -1,6 +1,7 @@
 """Saving while training goes on: what is copied is what was there, what fails is said and undone, what is kept."""
 
 import gc
+import json
 import signal
 import time
 import weakref
@@ -100,6 +101,15 @@ def test_a_save_in_the_background_holds_what_a_blocking_one_holds(saved, ranks2:
         for path in sorted((tmp_path / f"checkpoint-{step}").glob("*.safetensors")):
             weights, expected = load_file(path), load_file(saved[0] / f"checkpoint-{step}" / path.name)
             torch.testing.assert_close(weights, expected, rtol=0, atol=0)
+
+
+def test_the_dtype_that_a_saved_configuration_says_is_that_of_its_weights(ranks2: RankPool, tmp_path):
+    """FSDP2 has gathered bfloat16 weights for the next step, where a file is written after it has begun."""
+    ranks2.run(run, tmp_path, {"sharding": "zero1"}, bf16=True, num_train_epochs=1)
+    for step in (1, 2, 3):
+        checkpoint = tmp_path / f"checkpoint-{step}"
+        assert json.loads((checkpoint / "config.json").read_text())["dtype"] == "float32"
+        assert {weight.dtype for weight in load_file(checkpoint / "model.safetensors").values()} == {torch.float32}
 
 
 class Writes(TrainerCallback):
