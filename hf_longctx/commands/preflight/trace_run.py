@@ -191,8 +191,9 @@ def traces(
                 f"--trace runs few layers, and a {shorter.model_type} model of the layers {list(kept)} alone would have others. "
                 "Valid: a model whose configuration says of each layer what it is"
             )
-        if sharded and half:
-            model = model.float()  # as accelerate's FSDP2 holds weights where it computes in half precision
+        if sharded and half:  # as accelerate's FSDP2 holds weights that are trained where it computes in half precision
+            for weight in model.parameters():
+                weight.data = weight.data.float() if weight.requires_grad else weight.data
         patch_model(
             model,
             kernel=kernel,

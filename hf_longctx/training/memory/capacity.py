@@ -205,6 +205,7 @@ def counted_memory(
     weight_bytes: int,
     by_accelerate: bool,
     lora_rank: int,
+    trained: Trained,
     **parts: Any,
 ) -> MemoryModel:
     """Count the memory of one rank, also of a run that need not exist (commands/preflight/run_memory.py): what training's
@@ -216,14 +217,16 @@ def counted_memory(
         weight_bytes: of a weight as it was loaded.
         by_accelerate: whether accelerate's FSDP2 shards the model.
         lora_rank: of the adapters that alone are trained; 0: everything is.
+        trained: what is trained, and how much.
         parts: further arguments of MemoryModel.from_config.
 
     Raises:
         ValueError: the model's sizes are unknown.
     """
     half = args.bf16 or args.fp16
-    if by_accelerate and half:
-        weight_bytes = 4  # accelerate's FSDP2 makes weights float32 where it computes in half precision
+    # accelerate's FSDP2 makes weights that are trained float32 where it computes in half precision.
+    if by_accelerate and half and (not lora_rank or trained.copies):
+        weight_bytes = 4
     # Some layers that are not checkpointed are counted as if none were.
     every: Any = (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
     share = fullest_share(config, world.stages, plugin.virtual_stages, plugin.capacity or TYPICAL_LENGTH)
@@ -236,6 +239,7 @@ def counted_memory(
         activation_bytes=2 if half else weight_bytes,
         optimizer_bytes=2 * (4 if lora_rank else weight_bytes),
         lora_rank=lora_rank,
+        trained=trained,
         checkpointing=args.gradient_checkpointing and every == 1,
         keep_attention=may_keep_attention(plugin.keep_attention, config, plugin.longest_document),
         mlp_tile_tokens=plugin.mlp_tile_tokens,

@@ -102,3 +102,26 @@ def test_a_dry_run_counts_what_its_file_asks_for(tmp_path: Path, monkeypatch: py
     learns = sum(weight.nbytes for weight in run.model.parameters() if weight.requires_grad)
     assert run.memory.weights == sum(weight.nbytes for weight in run.model.parameters())
     assert run.memory.optimizer == 2 * copies + (learns - copies)
+
+
+def test_weights_that_are_frozen_stay_half_as_large_where_fsdp2_computes_in_bfloat16(tmp_path: Path):
+    """accelerate makes float32 of those alone that are trained."""
+    (tmp_path / "rows.jsonl").write_text('{"input_ids": [1, 2]}\n')
+    tiny_llama().config.save_pretrained(tmp_path / "base")
+    settings: dict[str, Any] = {
+        "model": {"path": str(tmp_path / "base"), "dtype": "bfloat16", "lora": {"r": 2}},
+        "data": {"path": str(tmp_path / "rows.jsonl")},
+        "longctx": {"capacity": 512, "sharding": "zero2"},
+        "training": {"use_cpu": True, "output_dir": str(tmp_path / "out")},
+    }
+    (tmp_path / "run.yaml").write_text(json.dumps(settings))
+
+    def weights_with(*overrides: str) -> int:
+        run = planned_run(load_config(tmp_path / "run.yaml", overrides), RANKS)
+        assert run.memory is not None
+        return run.memory.weights
+
+    in_bfloat16 = weights_with("training.bf16=true")
+    assert in_bfloat16 == weights_with("training.bf16=false")
+    copies = "model.lora.modules_to_save=[embed_tokens, lm_head]"
+    assert weights_with("training.bf16=true", copies) > weights_with("training.bf16=false", copies)
