@@ -97,6 +97,11 @@ def _precision(request: Request) -> Iterator[Problem]:
         )
 
 
+def _clipping(request: Request) -> Iterator[Problem]:
+    if request.args.max_grad_norm is None:
+        yield "max_grad_norm", "None would end the first step in an error of Trainer's; valid: 0, which clips nothing"
+
+
 def _fsdp(request: Request) -> Iterator[Problem]:
     args = request.args
     if args.fsdp and getattr(request.model, "is_distributed_loading_by_transformers", False):
@@ -358,6 +363,7 @@ OF_ARGUMENTS: tuple[Callable[[Request], Iterator[Problem]], ...] = (
     _data_parallel,
     _unsupported,
     _precision,
+    _clipping,
     _fsdp,
     _checkpointing,
     optimizer_of_arguments,

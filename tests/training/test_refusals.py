@@ -92,6 +92,13 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_no_clipping_is_said_by_a_number(tmp_path):
+    with pytest.raises(
+        ValueError, match="max_grad_norm=None would end the first step in an error of Trainer's; valid: 0"
+    ):
+        adapted(arguments(tmp_path, max_grad_norm=None), tiny_llama(), LongContextPlugin(capacity=64))
+
+
 def in_section(settings: dict[str, Any], section: str) -> dict[str, Any]:
     return {key.partition(".")[2]: value for key, value in settings.items() if key.startswith(f"{section}.")}
 
