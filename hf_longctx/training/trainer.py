@@ -499,15 +499,19 @@ class LongContextMixin(_Trainer):
         """Drops the gradients of a step in which one is not finite, on all ranks together; the optimizer then changes
         nothing.
 
-        With float16 the gradient scaler does this itself, and needs to see what is not finite.
+        With float16 the gradient scaler does this itself, and needs to see what is not finite: it is said and counted alone.
         """
-        if self.accelerator.scaler is not None or all_finite(trained, self.args.device):
+        if all_finite(trained, self.args.device):
             return
-        for parameter in trained:
-            parameter.grad = None
+        cause = ""
+        if self.accelerator.scaler is None:
+            for parameter in trained:
+                parameter.grad = None
+        else:
+            cause = ", multiplied by the gradient scaler's factor, which becomes smaller"
         self.run_state.skipped_steps += 1
         logger.warning(
-            f"step {self.state.global_step + 1} is skipped on all ranks: its gradients are not finite. "
+            f"step {self.state.global_step + 1} is skipped on all ranks: its gradients are not finite{cause}. "
             f"{self.run_state.skipped_steps} skipped so far"
         )
 

@@ -60,6 +60,25 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(world_size, in_order, tmp_path,
             assert f"step {step} is skipped on all ranks: its gradients are not finite" in message
 
 
+class ScalingTrainer(PoisonedTrainer):
+    """Scales gradients as accelerate has it done on GPUs with float16."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+
+def test_steps_that_the_gradient_scaler_skips_are_counted_too(tmp_path):
+    settings = {"output_dir": tmp_path, "num_train_epochs": 1, "max_grad_norm": 0.0}
+    plugin, rows = {"capacity": MOST, "global_batch_documents": 4}, documents(LENGTHS)
+    plain, scaled = (
+        train("llama", rows, plugin, settings, trainer_class=kind) for kind in (PoisonedTrainer, ScalingTrainer)
+    )
+    assert scaled.series("skipped_steps") == plain.series("skipped_steps") == [0, 1, 1, 2, 2]
+    np.testing.assert_allclose(scaled.series("loss"), plain.series("loss"), rtol=1e-5)
+    assert any("not finite, multiplied by the gradient scaler's factor" in message for message in scaled.messages)
+
+
 class NanLoss(RecordingTrainer):
     """Of two steps the loss, too, is not a number."""
 
