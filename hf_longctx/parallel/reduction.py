@@ -118,11 +118,17 @@ def sum_step(
 
     Raises:
         ValueError: accelerate counts fewer ranks than there are, so that plans were made for fewer.
+        TypeError: a parameter is in parts.
     """
     refuse_uncounted_ranks()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return statistics
     trained = list(parameters)
+    if any(isinstance(parameter, DTensor) for parameter in trained):
+        raise TypeError(
+            "parameters are in parts (DTensor), whose gradients are not those of all ranks. Valid: those that are whole on each "
+            "rank; LongContextTrainer trains what is in parts"
+        )
     has_gradient = torch.tensor([p.grad is not None for p in trained], dtype=torch.float64, device=statistics.device)
     if group is None:
         header = torch.cat([statistics, has_gradient])

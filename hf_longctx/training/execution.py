@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -59,8 +59,8 @@ def run_micro_batches(
         agreed: whether ranks have compared their plans already. Otherwise they do so first, where the exchange is of all ranks.
 
     Raises:
-        ValueError: the plan was made for another number of ranks.
-        TypeError: the model is wrapped for data parallelism.
+        ValueError: the plan was made for another number of ranks; or accelerate would divide losses.
+        TypeError: the model is wrapped for data parallelism, or sharded by somebody else.
         RuntimeError: ranks have different plans.
         torch.OutOfMemoryError: a micro-batch does not fit into memory; says which, and what to change.
 
@@ -78,6 +78,15 @@ def run_micro_batches(
             f"model is a {type(model).__name__}, whose ranks meet in each forward and backward, and these run different numbers "
             "of them. Valid: the model inside it, or accelerator.prepare_model(model, evaluation_mode=True) in place of "
             "accelerator.prepare; sum_step sums gradients over ranks"
+        )
+    if sharded is None:
+        _refuse_shards(model)
+    accelerator: Any = getattr(backward, "__self__", None)  # where backward is accelerate's
+    if (divisor := getattr(accelerator, "gradient_accumulation_steps", 1)) != 1:
+        raise ValueError(
+            f"backward is that of an accelerator with gradient_accumulation_steps={divisor}, which divides each loss by it: "
+            "losses are parts of the step's already, whose micro-batches all run here. Valid: gradient_accumulation_steps=1, and "
+            f"batches of {divisor} times as many documents"
         )
     if not agreed and ranks > 1 and dist.get_world_size() == ranks:
         agree_on_plan(step.fingerprint, device)
@@ -126,7 +135,20 @@ def run_micro_batches(
             mark()
     if sharded is not None and backward is None:
         sharded.release()
+    if not micro_batches and (scaler := getattr(accelerator, "scaler", None)) is not None:
+        scaler.scale(total.float())  # a rank that ran no backward must have the same scaler as the others
     return total
+
+
+def _refuse_shards(model: torch.nn.Module) -> None:
+    """Raise TypeError for a model in parts whose collectives nobody times."""
+    part = next((part for part in model.modules() if isinstance(part, FSDPModule | FullyShardedDataParallel)), None)
+    if part is not None:
+        raise TypeError(
+            f"model has a {type(part).__name__} of FSDP, whose ranks meet in each forward and backward, and average gradients: "
+            "these run different numbers of them, and sum. Valid: a model that is whole on each rank, or LongContextTrainer with "
+            "sharding='zero1', 'zero2' or 'zero3' in its plugin"
+        )
 
 
 def _gathered_from(layer: torch.nn.Module) -> list[int]:

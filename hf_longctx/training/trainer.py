@@ -483,9 +483,6 @@ class LongContextMixin(_Trainer):
             for parameter in trained:
                 if parameter.grad is not None and not isinstance(parameter, DTensor):
                     parameter.grad /= degree
-        scaler = self.accelerator.scaler
-        if scaler is not None and not inputs.micro_batches:
-            scaler.scale(loss.float())  # a rank that ran no backward must have the same scaler as the others
         self._skip_unless_finite(trained)
         self._recalibrate(inputs.position)
         self.run_data.last_step, self.bytes_of_last_step = inputs, float(sent)

@@ -7,12 +7,15 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from datasets import Dataset
+from torch.distributed.fsdp import fully_shard
 from transformers import TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, patch_model
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import LengthAwareCollator
+from hf_longctx.parallel.reduction import sum_step
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from hf_longctx.training.execution import run_micro_batches
 from tests.builders.training_runs import (
@@ -192,9 +195,15 @@ def steps_of_a_loop(kind: str) -> str:
     model, rank, topology = patch_model(MODELS["llama"]()), dist.get_rank(), Topology(2, MOST)
     collator = LengthAwareCollator(topology, CostModel.from_config(model.config, CPU_CORE), rank)
     step = collator(documents([20, 30, 9 + (rank if kind == "other batches" else 0)]))
+    backward = Accelerator(gradient_accumulation_steps=3).backward if kind == "divided" else None
+    if kind in ("sharded", "summed in parts"):
+        fully_shard(model)
     try:
-        run_micro_batches(Wrapped(model) if kind == "wrapped" else model, step, Exchange(60.0), torch.device("cpu"))
-    except (RuntimeError, TypeError) as error:
+        if kind == "summed in parts":
+            sum_step(model.parameters(), torch.zeros(1, dtype=torch.float64))
+        wrapped: Any = Wrapped(model) if kind == "wrapped" else model
+        run_micro_batches(wrapped, step, Exchange(60.0), torch.device("cpu"), backward)
+    except (RuntimeError, TypeError, ValueError) as error:
         return str(error)
     return ""
 
@@ -205,11 +214,38 @@ def steps_of_a_loop(kind: str) -> str:
         ("the same", "^$"),
         ("other batches", r"the ranks planned different steps: .*leave the data loader out of accelerator\.prepare"),
         ("wrapped", r"model is a Wrapped.*in place of accelerator\.prepare"),
+        (
+            "sharded",
+            r"model has a FSDPLlamaForCausalLM of FSDP, .* Valid: a model that is whole on each rank, or LongContext",
+        ),
+        ("summed in parts", r"parameters are in parts \(DTensor\)"),
+        (
+            "divided",
+            r"gradient_accumulation_steps=3, which divides .* Valid: gradient_accumulation_steps=1, and batches of 3",
+        ),
     ],
 )
 def test_what_accelerate_prepared_for_other_loops_is_refused(kind: str, message: str, ranks2: RankPool):
     for error in ranks2.run(steps_of_a_loop, kind):
         assert re.search(message, error)
+
+
+def scale_of_a_rank_without_work() -> float:
+    """Run a step of fewer documents than ranks in a loop of one's own, with a gradient scaler. Returns the scaler's factor."""
+    fresh_accelerator_state()
+    model, accelerator = patch_model(MODELS["llama"]()), Accelerator()
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    collator = LengthAwareCollator(Topology(2, MOST), CostModel.from_config(model.config, CPU_CORE), dist.get_rank())
+    step = collator(documents([20]))
+    run_micro_batches(model, step, Exchange(60.0), accelerator.device, accelerator.backward)
+    sum_step(model.parameters(), torch.zeros(1, dtype=torch.float64))
+    optimizer.step()
+    return accelerator.scaler.get_scale()
+
+
+def test_a_rank_without_micro_batches_scales_as_the_others(ranks2: RankPool):
+    assert ranks2.run(scale_of_a_rank_without_work) == [16.0, 16.0]
 
 
 # A rank that fails
