@@ -19,6 +19,7 @@ from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents, other_policies
 from hf_longctx.models.documents import documents_of, longest_of, refuse_beyond_positions
+from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import GlobalBatches, Topology
 from hf_longctx.planner.cost.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
@@ -209,6 +210,7 @@ class RunData:
             getattr(trainer.train_dataset, "weights", None),
             bf16=bool(args.bf16),
             fp16=bool(args.fp16),
+            frozen=frozen_dtypes(trainer.model),
             data_version=getattr(trainer.train_dataset, "data_version", None),
             optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
         )
@@ -232,6 +234,14 @@ class RunData:
                     f"per_device_train_batch_size, ranks and gradient_accumulation_steps would make {documents} now, and only "
                     "set that of a new run"
                 )
+
+
+def frozen_dtypes(model: Any) -> str | None:
+    """Name the dtypes of the weights that adapters stand on, the same on all stages of a pipeline; None: there are none."""
+    if not getattr(model, "peft_config", None):
+        return None
+    frozen = {str(weight.dtype) for weight in whole_parameters(model).values() if not weight.requires_grad}
+    return " and ".join(sorted(name.removeprefix("torch.") for name in frozen))
 
 
 def refuse_pieces_beyond_positions(model: Any, pieces: Pieces) -> None:

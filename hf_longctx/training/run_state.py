@@ -65,6 +65,9 @@ class RunState(TrainerCallback, ExportableState):
     """whether it computes under autocast in bfloat16; None: the checkpoint is older than this field"""
     fp16: bool | None = None
     """the same of float16"""
+    frozen: str | None = None
+    """dtypes of the weights that adapters stand on, which a checkpoint does not hold; None: there are no adapters, or the
+    checkpoint is older than this field"""
     data_version: int | None = None
     """what texts and conversations were made into documents as (data/tokenisation.py); None: not known"""
     optimizer: dict[str, float] | None = None
@@ -101,12 +104,20 @@ class RunState(TrainerCallback, ExportableState):
                 f"the same order{older}, or start a new run"
             )
         if other := [name for name in HALF if getattr(saved, name) not in (None, getattr(self, name))]:
-            now, before = (", ".join(f"{name}={getattr(state, name)}" for name in other) for state in (self, saved))
+            asked_for, trained = (
+                ", ".join(f"{name}={getattr(state, name)}" for name in other) for state in (self, saved)
+            )
             written = ", ".join(f"training.{name}: {str(getattr(saved, name)).lower()}" for name in other)
             auto = " or auto" if other == ["bf16"] else ""
             raise ValueError(
-                f"resuming with {now}, but the checkpoint was trained with {before}: a run keeps its precision. Valid: "
-                f"{written}{auto} in YAML, TrainingArguments({before}), or a new run from the checkpoint's weights"
+                f"resuming with {asked_for}, but the checkpoint was trained with {trained}: a run keeps its precision. Valid: "
+                f"{written}{auto} in YAML, TrainingArguments({trained}), or a new run from the checkpoint's weights"
+            )
+        if saved.frozen not in (None, self.frozen):
+            raise ValueError(
+                f"resuming with adapters on weights in {self.frozen}, but the checkpoint was trained on weights in "
+                f"{saved.frozen}: a run keeps its precision. Valid: the model in {saved.frozen} (model.dtype and "
+                "model.load_in_4bit in YAML), or a new run from the adapters"
             )
         asked = asked | self._changed_weights(saved, max(math.ceil(checkpoint_state.epoch or 0) - 1, 0))
         changed = {name: value for name, value in asked.items() if value not in (None, getattr(saved, name))}
@@ -121,7 +132,7 @@ class RunState(TrainerCallback, ExportableState):
                 f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
                 "on the run has other noise than it began with, of the same size"
             )
-        kept = {name: getattr(self, name) for name in ("weights", *HALF, "data_version", "optimizer")}
+        kept = {name: getattr(self, name) for name in ("weights", *HALF, "frozen", "data_version", "optimizer")}
         self.__dict__.update(asdict(saved) | kept)
 
     def changed_settings(self, checkpoint: Path) -> set[str]:

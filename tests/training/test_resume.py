@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import TrainerState
 
 from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.checkpoint.state import load_schedule
 from hf_longctx.training.run_state import RunState
+from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import (
     POISONED_STEPS,
     PoisonedTrainer,
@@ -225,6 +227,24 @@ def test_another_autocast_is_refused():
         resumed({"bf16": False, "fp16": True}, bf16=True, fp16=False)
     with pytest.raises(ValueError, match=r"bf16=False, but .*bf16=True: .* Valid: training.bf16: true or auto in YAML"):
         resumed({"bf16": True}, bf16=False, fp16=False)
+
+
+def test_adapters_on_weights_in_another_dtype_are_refused(tmp_path):
+    """A checkpoint holds none of these, in whose place others would go on."""
+
+    def run(dtype: torch.dtype, **options: Any) -> Run:
+        adapters = LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["v_proj"])
+        model: Any = get_peft_model(tiny_llama(dtype), adapters)
+        settings = {"output_dir": tmp_path, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        return train(model, documents([9, 20]), {"capacity": 32}, settings, **options)
+
+    whole = run(torch.bfloat16)
+    checkpoint = str(tmp_path / "checkpoint-1")
+    with pytest.raises(
+        ValueError, match=r"adapters on weights in float32, but .* in bfloat16: .* Valid: the model in bf"
+    ):
+        run(torch.float32, resume=checkpoint)
+    assert run(torch.bfloat16, resume=checkpoint).series("loss") == whole.series("loss")
 
 
 def test_a_checkpoint_of_another_trainer_is_refused(uninterrupted, tmp_path):
