@@ -196,7 +196,7 @@ def _model(name: str) -> tuple[Any, dict[str, Any], str]:
         config = load_config(name)
         path, sizes = config.model.path, config.model.random_init
         weights = "bfloat16" if config.model.dtype != "float32" else "float32"
-        autocast = config.training.get("bf16", False)
+        autocast = config.training.get("bf16") or config.training.get("fp16", False)
         chosen["precision"] = AUTO if autocast == AUTO else "autocast" if autocast else weights
         chosen["gradient_checkpointing"] = checkpoints_activations(config.training)
     if sizes is not None:

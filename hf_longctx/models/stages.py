@@ -17,7 +17,7 @@ import functools
 import inspect
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -154,6 +154,18 @@ def whole_parameters(model: Any) -> dict[str, torch.Tensor]:
             (own | {name: tensor for name, tensor in cut.elsewhere.items() if isinstance(tensor, Parameter)}).items()
         )
     )
+
+
+def weights_dtype(weights: Iterable[torch.Tensor]) -> torch.dtype:
+    """Return the dtype in which a model of these weights computes without autocast: that of the first which is not packed, as
+    those of 4 bits and of 8 are."""
+    first: torch.dtype | None = None
+    for weight in weights:
+        first = first or weight.dtype
+        if weight.is_floating_point() and weight.element_size() > 1:
+            return weight.dtype
+    assert first is not None, "a model without weights"
+    return first
 
 
 def residual_dtype(model: Any) -> torch.dtype:

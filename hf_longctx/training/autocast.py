@@ -12,6 +12,7 @@ from transformers import TrainingArguments
 from transformers.utils import logging
 
 from hf_longctx.checkpoint.choice import resumed
+from hf_longctx.models.stages import weights_dtype
 from hf_longctx.precision import (
     MUCH_SLOWER,
     Decision,
@@ -103,5 +104,5 @@ def _weights_name(model: Any) -> WeightsDtype:
 
 
 def _weights_dtype(model: Any) -> torch.dtype | None:
-    """Return the dtype of the first weight; None where there is no model yet."""
-    return None if model is None else next(model.parameters()).dtype
+    """Return the dtype of the weights; None where there is no model yet."""
+    return None if model is None else weights_dtype(model.parameters())

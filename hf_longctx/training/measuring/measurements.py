@@ -28,7 +28,7 @@ from hf_longctx.hardware.model_sizes import model_flops, squares
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.models.loss.loss_by_length import BUCKETS, LossByLength
 from hf_longctx.models.loss.token_metrics import TokenMetrics, forward_arguments, means
-from hf_longctx.models.stages import whole_parameters
+from hf_longctx.models.stages import weights_dtype, whole_parameters
 from hf_longctx.planner import StepPlan
 
 logger = logging.get_logger(__name__)
@@ -130,7 +130,7 @@ class Measurements:
         self._steps = 0
         self._sums: torch.Tensor | None = None
         self._forget()
-        half = args.bf16 or args.fp16 or next(model.parameters()).element_size() == 2
+        half = args.bf16 or args.fp16 or weights_dtype(model.parameters()).itemsize == 2
         try:
             self._flops, self._peak = StepFlops(model), peak_flops(self.device_name, half, profile)
         except ValueError as error:

@@ -8,7 +8,7 @@ from transformers.utils import logging
 
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.models.costs import counted_cost, guessed_cost
-from hf_longctx.models.stages import whole_parameters
+from hf_longctx.models.stages import weights_dtype, whole_parameters
 from hf_longctx.planner import CostModel, CpuKind, Topology
 from hf_longctx.precision import cpu_kind, preset_speed
 from hf_longctx.settings.longctx import LongContextPlugin
@@ -37,9 +37,16 @@ def cost_model(
     if plugin.cost is not None:
         return plugin.cost
     weights = whole_parameters(model)  # all stages of a pipeline plan the same
-    half = autocast or next(iter(weights.values())).element_size() == 2
+    half = autocast or weights_dtype(weights.values()).itemsize == 2
     if plugin.profile is not None:
-        speed = Profile.load(plugin.profile).speed
+        profile = Profile.load(plugin.profile)
+        speed = profile.speed
+        if half != (profile.precision != "float32"):
+            logger.warning_once(
+                f"profile={plugin.profile!r} was measured in {profile.precision}, and this run computes in "
+                f"{'half precision' if half else 'float32'}: seconds that are planned are another precision's. Measure it again "
+                f"with `hf-longctx profile --precision {'autocast' if half else 'float32'}`, or with the run's YAML file"
+            )
     else:
         speed = preset_speed(cpu or cpu_kind() if device.type == "cpu" else None, gpu, half)
     try:

@@ -19,7 +19,7 @@ from hf_longctx.hardware.kernel_bytes import Workspace, float32_operands
 from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.speeds import product_scratch
-from hf_longctx.models.stages import whole_parameters
+from hf_longctx.models.stages import weights_dtype, whole_parameters
 from hf_longctx.parallel.reduction import largest_over_ranks
 from hf_longctx.parallel.sharding import tensor_parallel
 from hf_longctx.parallel.world import World
@@ -141,20 +141,20 @@ def memory_model(plugin: LongContextPlugin, model: Any, args: Any, world: World)
         ValueError: the model's sizes are unknown.
     """
     fsdp = getattr(AcceleratorState(), "fsdp_plugin", None) if world.sharding != "ddp" else None
-    adapters, weight = adapted_projections(model), next(model.parameters())
+    adapters, weights = adapted_projections(model), weights_dtype(model.parameters())
     kind = cpu_kind() if args.device.type == "cpu" else None
     return counted_memory(
         model.config,
         plugin,
         args,
         world,
-        weight_bytes=max(weight.element_size(), 2),
+        weight_bytes=weights.itemsize,
         by_accelerate=fsdp is not None,
         optimizer_on_host=isinstance(getattr(fsdp, "cpu_offload", None), CPUOffloadPolicy),
         lora_rank=max(adapters.values(), default=0),
         lora_targets=tuple(adapters) or None,
         trained=trained_weights(model, args.optim),
-        product_scratch=product_scratch(kind, args.bf16 or weight.dtype is torch.bfloat16),
+        product_scratch=product_scratch(kind, args.bf16 or weights is torch.bfloat16),
         workspace=_workspace_here(plugin, model, args),
     )
 
@@ -186,8 +186,7 @@ def kernel_of_run(plugin: LongContextPlugin, model: Any, args: Any) -> tuple[Ker
         return None
     if not sizes.heads:
         return None
-    weights = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
-    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weights
+    dtype = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else weights_dtype(model.parameters())
     kv_heads = max(1, sizes.kv_width // sizes.head_dim)
     call = AttentionCall.of_heads(sizes.heads, kv_heads, sizes.head_dim, dtype, args.device)
     try:

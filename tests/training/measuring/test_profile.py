@@ -255,6 +255,8 @@ def test_a_yaml_file_says_which_model_and_how_it_is_trained(tmp_path, at_once):
     assert result.exit_code == 0, result.output
     profile = Profile.load(tmp_path / "p.json")
     assert (profile.precision, profile.model["hidden_size"], profile.model["layers"]) == ("autocast", 32, 1)
+    config.write_text(config.read_text().replace("bf16: true, use_cpu: true", "fp16: true"))
+    assert command._model(str(config))[1]["precision"] == "autocast", "float16 is about as fast as bfloat16"
 
 
 def test_a_saved_model_is_read_without_its_weights(tmp_path, at_once):

@@ -385,7 +385,7 @@ def test_steps_between_agreements_are_a_count(value):
         LongContextPlugin(capacity=100, recalibrate_steps=value)
 
 
-def test_a_profile_gives_the_costs(tmp_path):
+def test_a_profile_gives_the_costs(tmp_path, caplog):
     from hf_longctx import LongContextPlugin
     from tests.builders.known_speeds import TRUTH, profile
 
@@ -394,6 +394,16 @@ def test_a_profile_gives_the_costs(tmp_path):
     model, topology = tiny_llama(), Topology(2, 100)
     cost = cost_model(LongContextPlugin(capacity=100, profile=str(file)), model, topology, torch.device("cpu"))
     assert cost.attention_ps == CostModel.from_config(model.config, TRUTH).attention_ps
+    assert not [record for record in caplog.records if "was measured in" in record.getMessage()]
+    half = tiny_llama(torch.bfloat16)
+    half.model.embed_tokens.weight = torch.nn.Parameter(
+        torch.zeros(4, dtype=torch.uint8), requires_grad=False
+    )  # packed
+    cost_model(LongContextPlugin(capacity=100, profile=str(file)), half, topology, torch.device("cpu"))
+    assert (
+        f"profile={str(file)!r} was measured in float32, and this run computes in half precision: seconds"
+        in caplog.text
+    )
     for name in ("embed_tokens", "lm_head"):
         for parameter_name, parameter in model.named_parameters():
             parameter.requires_grad_(name not in parameter_name and parameter.requires_grad)
