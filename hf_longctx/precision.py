@@ -74,6 +74,11 @@ class Decision:
     def computes(self) -> WeightsDtype:
         return "bfloat16" if self.bf16 else self.weights
 
+    @property
+    def mixed(self) -> Literal["bf16", "no"]:
+        """TrainingArguments' mixed_precision."""
+        return "bf16" if self.bf16 else "no"
+
     def over(self, weights: WeightsDtype) -> Decision:
         """Say what a model with such weights computes in. `auto` leaves them as they are (model.dtype): where float32 is the
         faster one there is no autocast, and products of half-precision weights are in half precision all the same."""

@@ -16,6 +16,7 @@ from hf_longctx.checkpoint.choice import resumed
 from hf_longctx.checkpoint.folder import MANIFEST, Manifest, file_entry
 from hf_longctx.cli import main
 from hf_longctx.commands.preflight import health
+from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.commands.shared.costs import read_device
 from hf_longctx.commands.shared.inference_precision import InferencePrecision, inference_precision
 from hf_longctx.commands.shared.loading import load_model
@@ -256,6 +257,13 @@ def test_half_precision_weights_compute_in_half_precision_where_float32_would_be
     assert str(fast.over(dtype)) == "bfloat16: why"
     assert (kept.over(dtype).computes, kept.over(dtype).bf16, kept.over(dtype).kept) == (dtype, False, True)
     assert slow.over("float32") == slow
+
+
+def test_a_dry_run_counts_with_what_auto_comes_to_whatever_the_launcher_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    decided = load_config(file_of(tmp_path, bf16=False))
+    chosen, auto = planned_run(decided, 1), planned_run(decided, 1, precision=Decision(False, "why"))
+    assert (chosen.arguments.bf16, auto.arguments.bf16) == (True, False)
 
 
 def test_a_run_on_half_precision_weights_says_what_it_computes_in(tmp_path, measures, capsys):

@@ -46,9 +46,7 @@ def settle_precision(args: TrainingArguments, model: Any) -> Decision:
 
     decision = from_first_rank(decide)
     args.bf16 = decision.bf16
-    args.mixed_precision = (
-        "bf16" if decision.bf16 else "no"
-    )  # as TrainingArguments derives it, whatever the launcher says
+    args.mixed_precision = decision.mixed  # as TrainingArguments derives it, whatever the launcher says
     return decision
 
 

@@ -75,7 +75,7 @@ def dry_run(
     training, precision = with_precision(config.training, lambda: _precision(device, on_cpu).over(config.model.dtype))
     config = config.model_copy(update={"training": training})
     room = _room(device, memory, ranks // nodes, on_cpu)
-    run = planned_run(config, ranks, device, room)
+    run = planned_run(config, ranks, device, room, precision)
     if trace:
         refuse_untraceable(run)
     console = screen()

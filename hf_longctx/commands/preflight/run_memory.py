@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory.memory_model import MemoryModel
     from hf_longctx.planner.memory.state_bytes import Sharding
+    from hf_longctx.precision import Decision
     from hf_longctx.settings.longctx import LongContextPlugin
 
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,12 +63,19 @@ def computes_on_cpu(config: Config, device: str | None) -> bool:
     return bool(config.training.get("use_cpu")) or (device is None and not gpus())
 
 
-def planned_run(config: Config, ranks: int, device: str | None = None, room: Room | None = None) -> Planned:
+def planned_run(
+    config: Config,
+    ranks: int,
+    device: str | None = None,
+    room: Room | None = None,
+    precision: Decision | None = None,
+) -> Planned:
     """Plans what `ranks` ranks would do. Its training.bf16 is true or false: which device decides an `auto`, the caller says.
 
     Args:
         device: that it is planned for, by its name; None: this machine's.
         room: its memory; where that is a GPU's, what is no tensor's counts too.
+        precision: what an `auto` came to, whatever the launcher's environment says; None: somebody chose it.
 
     Raises:
         ValueError: settings that the trainer would refuse, a model whose configuration cannot be read, or one whose memory
@@ -88,6 +96,8 @@ def planned_run(config: Config, ranks: int, device: str | None = None, room: Roo
         # On a CPU, whose features are nobody's error here.
         arguments = training_arguments({k: v for k, v in config.training.items() if k != "tf32"} | {"use_cpu": True})
         model = empty_model(config.model)
+    if precision is not None:
+        arguments.mixed_precision = precision.mixed
     attention_layers(model)
     on_cpu = computes_on_cpu(config, device)
     cpu = kind_of(device if device in CPU_DEVICES else "cpu") if on_cpu else None
