@@ -35,6 +35,7 @@ from hf_longctx.training.memory.capacity import UNKNOWN_MEMORY
 from hf_longctx.training.refused_adapters import OF_ADAPTERS
 from hf_longctx.training.refused_optimizers import optimizer_of_arguments, optimizer_of_plugin
 from hf_longctx.training.request import Request
+from hf_longctx.training.run_state import HALF
 
 UNSUPPORTED = {
     "label_smoothing_factor": "is not supported by the chunked loss; set it to 0",
@@ -85,7 +86,15 @@ def _precision(request: Request) -> Iterator[Problem]:
     bf16 = request.args.bf16
     if isinstance(request.args, TrainingArguments) and not isinstance(bf16, bool):
         yield "bf16", f"{bf16!r} is for YAML files, where `hf-longctx train` decides; valid: True or False"
-    launched = getattr(request.args, "mixed_precision", None) == "fp16"  # by its arguments, or by `accelerate launch`
+    mixed = getattr(request.args, "mixed_precision", None)
+    for name in HALF:
+        if isinstance(request.args, TrainingArguments) and getattr(request.args, name) is True and mixed != name:
+            yield (
+                name,
+                f"True was set after these arguments were made, which computes in mixed_precision={mixed!r} all the same; valid: "
+                f"TrainingArguments({name}=True)",
+            )
+    launched = mixed == "fp16"  # by its arguments, or by `accelerate launch`
     # In a pipeline it is refused whatever the device is.
     staged = request.plugin is not None and request.plugin.pipeline_stages > 1
     if request.on_cpu and not staged and (request.args.fp16 or launched):

@@ -92,6 +92,15 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def test_a_precision_that_was_set_too_late_is_refused(tmp_path):
+    args = arguments(tmp_path)
+    args.bf16 = True
+    with pytest.raises(
+        ValueError, match=r"bf16=True was set after .*'no' all the same; valid: TrainingArguments\(bf16=True\)"
+    ):
+        adapted(args, tiny_llama(), LongContextPlugin(capacity=64))
+
+
 def test_no_clipping_is_said_by_a_number(tmp_path):
     with pytest.raises(
         ValueError, match="max_grad_norm=None would end the first step in an error of Trainer's; valid: 0"
