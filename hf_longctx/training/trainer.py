@@ -146,6 +146,7 @@ class LongContextMixin(_Trainer):
     model: Any
     optimizer: Any
     neftune_noise_alpha: float | None
+    _tr_loss: torch.Tensor
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -405,6 +406,7 @@ class LongContextMixin(_Trainer):
         return epoch, 0 if self.args.ignore_data_skip else step
 
     def _run_epoch(self, *, epoch: int, train_dataloader: Any, **kwargs: Any) -> None:
+        self._tr_loss = self._tr_loss.float()  # whatever torch's default dtype is
         evaluate_what_is_due(self)
         steps = train_dataloader.dataset.steps(epoch)
         kwargs |= {"steps_in_epoch": steps, "num_update_steps_per_epoch": steps}

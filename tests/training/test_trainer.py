@@ -344,6 +344,16 @@ def test_workers_start_as_asked_and_the_device_s_cache_is_emptied_as_often(tmp_p
     assert trainer.get_train_dataloader().multiprocessing_context.get_start_method() == "forkserver"
 
 
+def test_losses_are_logged_in_float32_whatever_torch_makes_by_default(tmp_path):
+    plugin, settings = {"capacity": MOST, "global_batch_documents": 7}, {"output_dir": tmp_path, "max_steps": 2}
+    expected, model = train("llama", rows(), plugin, settings).series("loss"), MODELS["llama"]()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert train(model, rows(), plugin, settings).series("loss") == expected
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_the_table_of_hooks_names_all_of_them_in_order():
     """The table at the top of training/trainer.py says why each of Trainer's methods is overridden."""
     table = (sys.modules[LongContextMixin.__module__].__doc__ or "").partition("Trainer's methods that are overridden")[
