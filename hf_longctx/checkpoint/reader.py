@@ -64,9 +64,14 @@ class CheckpointReader:
 
     def _read(self, name: str, entry: TensorEntry, into: torch.Tensor) -> None:
         if entry.shape != tuple(into.shape) or _dtype(entry) != into.dtype:
+            widened = (
+                ". Under autocast, sharding zero1, zero2 and zero3 make float32 of half-precision weights that are trained, and "
+                "ddp does not: such a run keeps to the one or the other"
+            )
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(entry.shape)} and dtype {entry.dtype}, and the model's has "
                 f"{list(into.shape)} and {into.dtype}. Give the model, or the adapter, that was trained, in its dtype"
+                f"{widened if _dtype(entry) != into.dtype else ''}"
             )
         for box, view in views(into, cuts(into)):
             elements = 0

@@ -177,6 +177,10 @@ def test_a_reader_reads_boxes_of_any_cut(tmp_path):
     weight = torch.zeros(6, 8)
     CheckpointReader(tmp_path).read_weights({"t": weight})
     assert torch.equal(weight, whole)
+    with pytest.raises(
+        CheckpointError, match=r"dtype float32, and the model's has .* torch.bfloat16\. .*such a run keeps to"
+    ):
+        CheckpointReader(tmp_path).read_weights({"t": weight.bfloat16()})
 
 
 def test_copies_share_slabs_of_pinned_memory_and_are_written_apart(tmp_path):
