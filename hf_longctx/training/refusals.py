@@ -94,6 +94,15 @@ def _precision(request: Request) -> Iterator[Problem]:
                 f"True was set after these arguments were made, which computes in mixed_precision={mixed!r} all the same; valid: "
                 f"TrainingArguments({name}=True)",
             )
+    double = isinstance(request.model, torch.nn.Module) and torch.float64 in {
+        w.dtype for w in request.model.parameters()
+    }
+    if mixed in HALF and double:
+        yield (
+            mixed,
+            "True, here or by the launcher: autocast leaves float64 weights as they are, and not what meets them; valid: weights "
+            "in float32, or no autocast",
+        )
     launched = mixed == "fp16"  # by its arguments, or by `accelerate launch`
     # In a pipeline it is refused whatever the device is.
     staged = request.plugin is not None and request.plugin.pipeline_stages > 1

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from datasets import Dataset, DatasetDict
 
@@ -99,6 +100,13 @@ def test_a_precision_that_was_set_too_late_is_refused(tmp_path):
         ValueError, match=r"bf16=True was set after .*'no' all the same; valid: TrainingArguments\(bf16=True\)"
     ):
         adapted(args, tiny_llama(), LongContextPlugin(capacity=64))
+
+
+def test_autocast_of_float64_is_refused(tmp_path):
+    with pytest.raises(
+        ValueError, match=r"bf16=True, .*: autocast leaves float64 .* valid: weights in float32, or no autocast"
+    ):
+        adapted(arguments(tmp_path, bf16=True), tiny_llama(torch.float64), LongContextPlugin(capacity=64))
 
 
 def test_no_clipping_is_said_by_a_number(tmp_path):
