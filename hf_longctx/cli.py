@@ -9,6 +9,8 @@ and the exit code is 2, as for a wrong option.
 
 import inspect
 import os
+import signal
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,6 +47,8 @@ VERBS: tuple[Callable[..., None], ...] = (
 )
 EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 """Errors of settings, files, missing packages, and what ran out or away. Others are faults of this program."""
+INTERRUPTED = 128 + signal.SIGINT
+"""Exit code that typer ends with after Ctrl-C."""
 BETWEEN_LIBRARIES = "`is_gradient_checkpointing` is deprecated"
 """How a warning begins that transformers has for PEFT: nobody who reads it here can do anything about it."""
 
@@ -107,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             warnings.filterwarnings("ignore", BETWEEN_LIBRARIES, FutureWarning)
             typer.main.get_command(app).main(arguments, prog_name="hf-longctx", obj=session)
     except SystemExit as ended:  # how typer ends, also when all went well
+        if ended.code == INTERRUPTED:
+            sys.last_value = ended  # at exit, a rank waits for the others unless it has failed (attention/exchange.py)
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except EXPECTED as error:
         if session.traceback:

@@ -97,6 +97,16 @@ def test_wrong_verbs_and_options_are_named(capsys: pytest.CaptureFixture[str], l
     assert "Invalid value for '--ranks'" in refused(capsys, "plan", lengths, "--ranks", "0", "--capacity", "8")
 
 
+def test_a_rank_that_ctrl_c_ends_does_not_wait_for_others(monkeypatch: pytest.MonkeyPatch):
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("hf_longctx.config.load_config", interrupted)
+    monkeypatch.setattr(sys, "last_value", None, raising=False)
+    assert cli.main(["train", "any.yaml"]) == 130
+    assert sys.last_value is not None, "attention/exchange.py waits at exit for all ranks where nothing has failed"
+
+
 def test_a_traceback_is_shown_on_demand(model: str):
     with pytest.raises(ValueError, match="DATA is 'nowhere'"):
         cli.main(["--traceback", "plan", "nowhere", *RANKS, "--model", model])
