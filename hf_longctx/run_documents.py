@@ -6,13 +6,14 @@ is prepared in the cache, once for each content and tokenizer (data/prepare.py).
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, load_dataset, load_from_disk
 from transformers import AutoTokenizer
 
-from hf_longctx.data.cache import default_cache_dir
+from hf_longctx.data.cache import default_cache_dir, naming_cache
 from hf_longctx.data.chats.shipped_templates import prepare_tokenizer
 from hf_longctx.data.embedded.embedded_corpus import prepare_corpus
 from hf_longctx.data.embedded.embedded_model import prepare_model
@@ -127,14 +128,16 @@ def load_split(
     if output is None and (alone := _alone(data, split)) is not None and (in_place := _in_place(*alone)):
         return in_place
     if prepared is None:
-        prepared = prepare(
-            [_part(section, name, _tokenisation(section, tokenizer, version)) for section, name in sources],
-            default_cache_dir(),
-            bad_rows=data.bad_rows,
-            workers=data.workers,
-            output=output,
-            on_progress=on_progress,
-        )
+        cache = default_cache_dir()
+        with naming_cache(cache) if output is None else nullcontext():
+            prepared = prepare(
+                [_part(section, name, _tokenisation(section, tokenizer, version)) for section, name in sources],
+                cache,
+                bad_rows=data.bad_rows,
+                workers=data.workers,
+                output=output,
+                on_progress=on_progress,
+            )
     dataset = load_prepared(prepared)
     dataset.data_version = version
     if set(weights) - {(1.0,)}:

@@ -94,7 +94,7 @@ def train(
 
 def _output(chosen: Config) -> Path:
     """The run's directory; where none is given, transformers' own choice."""
-    return Path(chosen.training.get("output_dir") or "trainer_output")
+    return Path(chosen.training.get("output_dir") or "trainer_output").expanduser()
 
 
 def _train(chosen: Config) -> None:

@@ -5,6 +5,7 @@ name. It is built beside its place and renamed there at the end, so a build that
 the same time, leaves either nothing or all of it. Nothing is sent between ranks.
 """
 
+import errno
 import os
 import shutil
 import uuid
@@ -16,6 +17,21 @@ from pathlib import Path
 def default_cache_dir() -> Path:
     """$HF_LONGCTX_CACHE, or ~/.cache/hf_longctx."""
     return Path(os.environ.get("HF_LONGCTX_CACHE") or "~/.cache/hf_longctx").expanduser()
+
+
+@contextmanager
+def naming_cache(folder: Path) -> Iterator[None]:
+    """Around what keeps files in the cache, name the folder where a disk is full or read-only: errors of writing often name
+    nothing."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
+            raise
+        raise ValueError(
+            f"prepared documents cannot be kept in {folder}: {os.strerror(error.errno)}. Valid: room there, or another folder "
+            "for them in the environment variable HF_LONGCTX_CACHE"
+        ) from error
 
 
 @contextmanager

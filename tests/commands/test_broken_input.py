@@ -1,6 +1,7 @@
 """What users get wrong beside configurations: models, runs and folders that are damaged or not there. Each is one line that names
 it and says what would be valid, with exit code 2 and without a traceback, and it is said before any work is done."""
 
+import errno
 import json
 import re
 import shutil
@@ -125,6 +126,33 @@ def test_what_cannot_be_written_is_said_before_the_work(arguments: tuple[str, ..
     message = refused(capsys, *arguments)
     assert "rows.jsonl/out" in message
     assert "rows.jsonl is a file. Give a folder in which you may write" in message
+
+
+@pytest.mark.parametrize("target", ["nowhere", "out"])
+def test_a_link_to_nothing_is_named_before_the_work(target: str, folder, capsys):
+    Path("out").symlink_to(target)
+    assert f"out is a link to {target}, which is not there. Give a folder" in refused(capsys, "train", "run.yaml")
+
+
+def test_a_current_directory_that_is_gone_is_said(folder, capsys, monkeypatch):
+    gone = folder / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    message = refused(capsys, "train", str(folder / "run.yaml"))
+    monkeypatch.chdir(folder)
+    assert "the current directory is not there any more: change to one that is" in message
+
+
+def test_a_cache_that_cannot_be_written_is_named(folder, capsys, monkeypatch):
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "Error writing bytes to file")
+
+    monkeypatch.setattr("hf_longctx.run_documents.prepare", full)
+    monkeypatch.setenv("HF_LONGCTX_CACHE", "cache")
+    message = refused(capsys, "train", "run.yaml")
+    assert "cannot be kept in cache: No space left on device" in message
+    assert "HF_LONGCTX_CACHE" in message
 
 
 def test_a_folder_may_have_to_be_made(folder, capsys):

@@ -18,12 +18,15 @@ def refuse_unwritable(folder: Path, given: str) -> None:
     """
     nearest = folder.absolute()
     try:
-        while not nearest.exists():
+        while not nearest.exists() and not nearest.is_symlink():
             nearest = nearest.parent
-        if nearest.is_dir():
+        if not nearest.exists():
+            why = f"{nearest} is a link to {nearest.readlink()}, which is not there"
+        elif nearest.is_dir():
             with tempfile.TemporaryFile(dir=nearest):
                 return
-        why = f"{nearest} is a file"
+        else:
+            why = f"{nearest} is a file"
     except OSError as error:
         why = f"nothing can be written into {nearest}: {error.strerror or error}"
     raise ValueError(f"{given}: {why}. Give a folder in which you may write; it is made if it is not there")

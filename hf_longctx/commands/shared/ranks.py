@@ -36,7 +36,17 @@ def in_words(error: BaseException) -> str:
     """An error as it is shown: of a file, the file and what is wrong with it; of one that says nothing, its type."""
     if isinstance(error, OSError) and error.filename is not None and error.strerror:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, FileNotFoundError) and error.filename is None and _folder_is_gone():
+        return "the current directory is not there any more: change to one that is"
     return str(error) or type(error).__name__
+
+
+def _folder_is_gone() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def launched() -> bool:
