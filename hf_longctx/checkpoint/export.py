@@ -7,11 +7,23 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from transformers.utils import CONFIG_NAME
+
 from hf_longctx.checkpoint.folder import share
 from hf_longctx.models.stages import cut_of
 from hf_longctx.redaction import redacted
 
 TRAINING_ARGUMENTS = "training_args"
+NOT_COMPUTED = {
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "auto_map",
+    "dtype",
+    "torch_dtype",
+    "use_cache",
+}
+"""Fields of a configuration that say nothing of what a model computes in training."""
 
 
 def public_arguments(args: Any) -> str:
@@ -83,3 +95,16 @@ def save_configuration(model: Any, folder: Path, dtype: str) -> None:
     config.save_pretrained(folder)
     if bare.can_generate():
         bare.generation_config.save_pretrained(folder)
+
+
+def changed_configuration(model: Any, folder: Path) -> list[str]:
+    """Return in which fields a model computes otherwise than the one of the same weights that a folder's config.json is of, in
+    words. Fields that only one of them has may be those of another version of transformers."""
+    try:
+        saved = json.loads((folder / CONFIG_NAME).read_text())
+        now = json.loads(model.config.to_json_string(use_diff=False))
+        shared = sorted((saved.keys() & now.keys()) - NOT_COMPUTED)
+    except (OSError, ValueError, TypeError, AttributeError):  # weights are compared by name and shape anyway
+        return []
+    changed = [name for name in shared if saved[name] != now[name] and not name.endswith("_token_id")]
+    return [f"{name} {json.dumps(saved[name])} -> {json.dumps(now[name])}" for name in changed]

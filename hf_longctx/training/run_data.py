@@ -228,6 +228,11 @@ class RunData:
                 },
                 noise=args.neftune_noise_alpha if args.process_index == 0 else None,
             )
+            if args.process_index == 0 and self.state.seed != seed:
+                logger.warning_once(
+                    f"the order of documents stays that of seed {self.state.seed}, as the checkpoint has it: seed={seed} only "
+                    "sets that of a new run"
+                )
             if args.process_index == 0 and self.state.global_batch_documents not in (None, documents):
                 logger.warning(
                     f"the global batch stays {self.state.global_batch_documents} documents, as the checkpoint has it: "

@@ -4,6 +4,7 @@ ranks.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import TrainerState
 
+from hf_longctx.checkpoint.export import changed_configuration
 from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.checkpoint.state import load_schedule
 from hf_longctx.training.run_state import RunState
@@ -169,6 +171,22 @@ def test_another_learning_rate_is_refused_where_rates_follow_from_what_was_measu
     load_schedule(plateau, plateau.state_dict(), [0])
     with pytest.raises(CheckpointError, match="another learning_rate under ReduceLROnPlateau"):
         load_schedule(plateau, plateau.state_dict(), [0], keeps_rates=True)
+
+
+def test_another_seed_and_another_configuration_of_the_same_weights_are_said(tmp_path, caplog):
+    run_on(1, None, tmp_path, settings={"max_steps": 1})
+    checkpoint = tmp_path / "checkpoint-1"
+    [as_before] = run_on(1, None, tmp_path, settings={"max_steps": 2}, resume=str(checkpoint))
+    assert "another configuration" not in caplog.text
+    config = tiny_llama().config
+    config.hidden_act, config.rms_norm_eps = "gelu", 0.25
+    assert changed_configuration(SimpleNamespace(config=config), checkpoint) == [
+        'hidden_act "silu" -> "gelu"',
+        f"rms_norm_eps {tiny_llama().config.rms_norm_eps} -> 0.25",
+    ]
+    [resumed] = run_on(1, None, tmp_path, settings={"max_steps": 2, "seed": 9}, resume=str(checkpoint))
+    assert resumed.series("loss") == as_before.series("loss")
+    assert "the order of documents stays that of seed 3, as the checkpoint has it: seed=9 only sets that" in caplog.text
 
 
 def test_other_documents_are_refused(uninterrupted, tmp_path):
