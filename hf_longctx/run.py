@@ -90,6 +90,13 @@ def run(config: Config) -> LongContextTrainer:
     show_live(trainer, console)
     if config.model.lora and (config.model.rope_scaling or config.model.added_tokens or config.model.eos_token):
         trainer.add_callback(ScaledConfig())
+    with trainer.checkpoints.alone_in_output_dir(trainer.args.resume_from_checkpoint, writes=True):
+        _train(trainer, console, watching)
+    return trainer
+
+
+def _train(trainer: LongContextTrainer, console: Console | None, watching: Watchdog) -> None:
+    """Train and leave all results, where there is anything left to do."""
     trainer.progress.begin("planning the first steps", unbounded=True)
     with doing("planning the first steps", console):
         start = start_of(trainer)
@@ -100,7 +107,7 @@ def run(config: Config) -> LongContextTrainer:
             say_done(trainer, start, last)
         watching.stop()
         trainer.accelerator.wait_for_everyone()
-        return trainer
+        return
     output = trainer.args.output_dir
     results: dict[str, Any] = data_summary(trainer) | start.kept_results
     if trainer.is_world_process_zero():
@@ -110,7 +117,7 @@ def run(config: Config) -> LongContextTrainer:
         with doing("evaluating before training", console):
             results[BEFORE] = trainer.evaluate()["eval_loss"]
     trainer.add_callback(FirstResults(results))
-    with preparing(trainer, console, lambda: progress.activity):
+    with preparing(trainer, console, lambda: trainer.progress.activity):
         trainer.train(resume_from_checkpoint=trainer.args.resume_from_checkpoint)
     results |= training_summary(trainer)
     if trainer.run_state.skipped_steps:
@@ -132,7 +139,6 @@ def run(config: Config) -> LongContextTrainer:
     if trainer.is_world_process_zero():
         write_results(output, results | {FINISHED: trainer.state.global_step})
     trainer.accelerator.wait_for_everyone()  # ranks leave together, however long rank 0 takes to save
-    return trainer
 
 
 def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPlugin, watching: Watchdog) -> Any:

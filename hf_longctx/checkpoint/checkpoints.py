@@ -37,6 +37,7 @@ from hf_longctx.checkpoint.choice import chosen_checkpoint, damaged
 from hf_longctx.checkpoint.export import (
     TRAINING_ARGUMENTS,
     as_peft_saves,
+    changed_configuration,
     public_arguments,
     save_configuration,
     saved_dtype,
@@ -80,6 +81,8 @@ class Checkpoints:
         progress = trainer.progress  # not the trainer: what handles forks is never forgotten, and would keep the model
         self.termination = Termination(trainer.plugin.grace_seconds, lambda: str(progress))
         self.ranks = Ranks(trainer.plugin.stall_timeout_seconds + EXCHANGE_MARGIN)
+        self._alone = False
+        """whether this run has the output directory to itself"""
         self.begin()
 
     def begin(self) -> None:
@@ -123,29 +126,52 @@ class Checkpoints:
         """
         self.writer.wait()
         self.begin()
-        with self._alone_in_output_dir():
+        with self.alone_in_output_dir(asked):
             folder = self._to_resume(asked)
             self.termination.start()
             try:
                 yield folder
             except BaseException:
+                if not self.writer.done and self.ranks.rank == 0:
+                    logger.warning(
+                        f"training has ended while a checkpoint is written ({self.writer.doing}): waiting for it, "
+                        f"{UNFINISHED_SECONDS:g} s at most"
+                    )
                 self.writer.finish(UNFINISHED_SECONDS)
                 raise
             finally:
                 self.termination.stop()
 
     @contextmanager
-    def _alone_in_output_dir(self) -> Iterator[None]:
+    def alone_in_output_dir(self, asked: Any, writes: bool = False) -> Iterator[None]:
+        """Hold the output directory of a run that writes checkpoints; inside another such block: do nothing. Collective.
+
+        Args:
+            asked: the checkpoint to resume from, as for `for_training`.
+            writes: whether the run leaves other files there, and holds it even if it writes no checkpoint.
+
+        Raises:
+            CheckpointError: another run holds it, or has written checkpoints that this one would overwrite; or nothing can be
+                written there.
+        """
+        if self._alone:
+            yield
+            return
+        self._trainer.progress.begin("waiting for the output directory", unbounded=True)
         with ExitStack() as stack:
             problem = None
-            if self.ranks.rank == 0 and self._saves:
+            if self.ranks.rank == 0 and (writes or self._saves):
                 try:
-                    stack.enter_context(locked(Path(self._trainer.args.output_dir)))
+                    stack.enter_context(locked(Path(self._trainer.args.output_dir), begins_anew=not asked))
                 except CheckpointError as error:
                     problem = str(error)
             if problem := self.ranks.agreed(problem):
                 raise CheckpointError(problem)
-            yield
+            self._alone = True
+            try:
+                yield
+            finally:
+                self._alone = False
 
     def _to_resume(self, asked: Any) -> str | None:
         self._trainer.progress.begin("checking checkpoints")
@@ -367,6 +393,8 @@ class Checkpoints:
         Args:
             changed: settings of the optimizer's groups that stay as this run has them; others are the checkpoint's.
         """
+        if self.ranks.rank == 0 and (other := changed_configuration(self.model, Path(folder))):
+            logger.warning(f"going on from {folder} with a model of another configuration: {', '.join(other)}")
         weights = _saved_weights(self.model)
         saved = _training_state(folder)
         reader = CheckpointReader(Path(folder))

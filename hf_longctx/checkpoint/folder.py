@@ -235,7 +235,7 @@ def commit(writing: Path, final: Path) -> None:
     older checkpoint of the same step is replaced."""
     sync(writing)
     replaced = final.with_name(REPLACED + final.name)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
     if final.exists():
         final.rename(replaced)
     writing.rename(final)
@@ -244,7 +244,7 @@ def commit(writing: Path, final: Path) -> None:
         for path in replaced.iterdir():
             if not (final / path.name).exists():
                 path.rename(final / path.name)
-    shutil.rmtree(replaced, ignore_errors=True)
+    _remove(replaced)
 
 
 def remove_leftovers(output_dir: Path) -> None:
@@ -255,7 +255,14 @@ def remove_leftovers(output_dir: Path) -> None:
             path.rename(final)
     for prefix in (WRITING, REMOVING, REPLACED):
         for path in _hidden(output_dir, prefix):
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder as far as that goes; of a link to one, the link alone."""
+    if path.is_symlink():
+        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def _hidden(output_dir: Path, prefix: str) -> Iterator[Path]:
@@ -274,4 +281,4 @@ def rotate(written: Path, keep: int | None, protected: str | None) -> None:
         removing = path.with_name(REMOVING + path.name)
         with contextlib.suppress(OSError):
             path.rename(removing)
-        shutil.rmtree(removing, ignore_errors=True)
+        _remove(removing)

@@ -1,6 +1,7 @@
 """One job at a time trains into an output directory: rank 0 holds a lock on a file there, which the kernel takes back when the
 process ends, however it does."""
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -12,7 +13,7 @@ from typing import IO
 
 from transformers.utils import logging
 
-from hf_longctx.checkpoint.folder import CheckpointError
+from hf_longctx.checkpoint.folder import CheckpointError, checkpoints, serial_of
 
 logger = logging.get_logger(__name__)
 
@@ -23,39 +24,70 @@ SECONDS = 60.0
 
 
 @contextmanager
-def locked(output_dir: Path) -> Iterator[None]:
+def locked(output_dir: Path, begins_anew: bool = False) -> Iterator[None]:
     """Holds the directory.
 
+    Args:
+        begins_anew: whether the job that asks would overwrite what the one that it waits for may leave.
+
     Raises:
-        CheckpointError: another job has it, or nothing can be written there.
+        CheckpointError: another job has it, or has written checkpoints while a job that begins anew waited; or nothing can be
+            written there.
     """
     path = output_dir / LOCK
     deadline = time.monotonic() + SECONDS
+    before: set[tuple[str, int | None]] | None = None
     while True:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
             file = path.open("a+")
         except OSError as error:
-            message = f"checkpoints cannot be written into output_dir={str(output_dir)!r}: {error}"
-            raise CheckpointError(message) from None
+            raise _unwritable(output_dir, error) from None
         if _lock(file, path):
             break
+        file.seek(0)
+        holder = file.read(200) or "another process"
+        file.close()
+        if before is None:
+            before = _written(output_dir)
+            logger.warning(f"{holder} trains into {str(output_dir)!r}: waiting for its end, {SECONDS:g} s at most")
         if time.monotonic() > deadline:
-            file.seek(0)
             raise CheckpointError(
-                f"{file.read(200) or 'another process'} trains into {str(output_dir)!r}, and has not ended within {SECONDS:g} s: "
+                f"{holder} trains into {str(output_dir)!r}, and has not ended within {SECONDS:g} s: "
                 "two jobs would remove each other's checkpoints. End it, or set another output_dir"
             )
-        file.close()
         time.sleep(0.2)
-    with file:
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}")
-        file.flush()
+    try:
         try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+        except OSError as error:
+            raise _unwritable(output_dir, error) from None
+        new = _written(output_dir) - before if begins_anew and before is not None else None
+        if new:
+            names = ", ".join(sorted(name for name, _ in new))
+            raise CheckpointError(
+                f"another job has trained into {str(output_dir)!r} while this one waited for it, and wrote {names}: this one "
+                "begins anew, and would overwrite them. Valid: another output_dir; resume_from_checkpoint='auto', which goes on "
+                "from them; or start it again, to overwrite them"
+            )
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a full disk, once more
+            file.close()
+
+
+def _unwritable(output_dir: Path, error: OSError) -> CheckpointError:
+    return CheckpointError(f"checkpoints cannot be written into output_dir={str(output_dir)!r}: {error}")
+
+
+def _written(output_dir: Path) -> set[tuple[str, int | None]]:
+    """Return name and serial number of each checkpoint, and name and time of the model's weights: what is written anew has
+    others."""
+    weights = {(path.name, path.stat().st_mtime_ns) for path in output_dir.glob("*.safetensors")}
+    return weights | {(path.name, serial_of(path)) for path in checkpoints(output_dir)}
 
 
 def _lock(file: IO[str], path: Path) -> bool:

@@ -12,6 +12,7 @@ import signal
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,10 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import Trainer, TrainerCallback
 
 from hf_longctx.checkpoint import lock, writer
-from hf_longctx.checkpoint.folder import CheckpointError, problem_of
+from hf_longctx.checkpoint.checkpoints import Checkpoints
+from hf_longctx.checkpoint.folder import CheckpointError, problem_of, remove_leftovers
+from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.supervision.progress import Progress
 from tests.builders.training.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, resumed, run
 from tests.builders.training_runs import Run, documents, train
 from tests.worlds.fork_server import fork
@@ -116,6 +120,49 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
     other.join()
     assert len(run(tmp_path, num_train_epochs=1).held) == 3, "a lock ends with its process"
     assert not (tmp_path / lock.LOCK).exists()
+
+
+@pytest.mark.parametrize("left", ["checkpoint-4", "model.safetensors"])
+@pytest.mark.parametrize("asked", [None, "auto"])
+def test_a_job_that_begins_anew_never_overwrites_what_another_left_while_it_waited(left, asked, tmp_path, monkeypatch):
+    def another_ends(seconds: float) -> None:
+        (tmp_path / left).mkdir()
+        (tmp_path / left / "trainer_state.json").touch()
+        monkeypatch.setattr(lock, "_lock", lambda file, path: True)
+
+    monkeypatch.setattr(lock, "_lock", lambda file, path: False)
+    monkeypatch.setattr(lock.time, "sleep", another_ends)
+    refused = pytest.raises(CheckpointError, match=rf"while this one waited for it, and wrote {left}: .*'auto'")
+    with refused if asked is None else contextlib.nullcontext(), lock.locked(tmp_path, begins_anew=not asked):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == [left]
+
+
+def test_a_run_holds_its_folder_once_for_all_that_it_writes(tmp_path):
+    arguments = SimpleNamespace(output_dir=tmp_path, save_strategy="no")
+    checkpoints = Checkpoints(
+        SimpleNamespace(progress=Progress(), plugin=LongContextPlugin(capacity=8), args=arguments)
+    )
+    with checkpoints.alone_in_output_dir(None, writes=True):
+        with checkpoints.alone_in_output_dir(None):
+            assert (tmp_path / lock.LOCK).exists()
+        assert (tmp_path / lock.LOCK).exists()
+    assert not (tmp_path / lock.LOCK).exists()
+
+
+def test_a_disk_that_is_full_before_training_is_said_with_its_folder(tmp_path):
+    (tmp_path / lock.LOCK).symlink_to("/dev/full")
+    message = re.escape(f"cannot be written into output_dir={str(tmp_path)!r}")
+    with pytest.raises(CheckpointError, match=message), lock.locked(tmp_path):
+        pass
+
+
+def test_of_a_checkpoint_that_is_a_link_the_link_is_removed(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / ".removing-checkpoint-4").symlink_to(elsewhere)
+    remove_leftovers(tmp_path)
+    assert list(tmp_path.iterdir()) == [elsewhere]
 
 
 def test_a_push_during_training_passes_over_the_lock(tmp_path):
