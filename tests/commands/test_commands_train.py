@@ -1,7 +1,10 @@
 """`hf-longctx train`: what a dry run says is what training does, ranks that are started here, and one voice where ranks fail."""
 
 import json
+import os
 import re
+import signal
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, precision
 from hf_longctx.cli import main
+from hf_longctx.commands.preflight.launching import _end_ranks
 from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.commands.shared import ranks
 from hf_longctx.config import load_config
@@ -26,6 +30,7 @@ from hf_longctx.training.memory.capacity import memory_model
 from tests.builders.tiny_models import TINY, tiny_llama
 from tests.builders.training_runs import documents, fresh_accelerator_state
 from tests.worlds.launched import ROOT, run, torchrun
+from tests.worlds.patience import PATIENCE
 from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 90, 200]
@@ -291,3 +296,20 @@ def test_an_error_of_one_rank_ends_all_and_only_it_speaks(tmp_path: Path):
     assert ended.code != 0
     assert ended.output.count("error: rank 1 has no file") == 1
     assert "RuntimeError" not in ended.output
+
+
+@pytest.mark.processes
+def test_ranks_that_an_interrupted_launcher_leaves_are_ended_and_no_other_process():
+    commands = [["sleep", "60"]] * 2
+    environments = [os.environ | {"TORCHELASTIC_RUN_ID": name} for name in ("this run", "another")]
+    rank, other = [
+        subprocess.Popen(command, env=environment, start_new_session=True)
+        for command, environment in zip(commands, environments)
+    ]
+    try:
+        _end_ranks("this run")
+        assert rank.wait(PATIENCE) == -signal.SIGKILL
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()

@@ -19,6 +19,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import psutil
+
 from hf_longctx.commands.shared.ranks import USER_ERROR, cores
 
 FAILED = "hf_longctx/failed"
@@ -50,7 +52,8 @@ def start_program(ranks: int, arguments: Sequence[str]) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     here = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-    agent: Any = LaunchConfig(1, 1, ranks, run_id=uuid.uuid4().hex, max_restarts=0, **here)  # type: ignore[arg-type]
+    run_id = uuid.uuid4().hex
+    agent: Any = LaunchConfig(1, 1, ranks, run_id=run_id, max_restarts=0, **here)  # type: ignore[arg-type]
     logging.disable(logging.ERROR)  # the agent's own words about a rank that has said what is wrong
     try:
         elastic_launch(agent, sys.executable)("-m", "hf_longctx", *arguments)
@@ -66,7 +69,16 @@ def start_program(ranks: int, arguments: Sequence[str]) -> int:
         return 128 + signalled.sigval
     finally:
         logging.disable(logging.NOTSET)
+        _end_ranks(run_id)
     return 0
+
+
+def _end_ranks(run_id: str) -> None:
+    """End ranks that the agent has left behind: a second Ctrl-C ends it while it waits for them. Each leads a process group."""
+    for process in psutil.Process().children():
+        with suppress(ProcessLookupError, psutil.Error):
+            if process.environ().get("TORCHELASTIC_RUN_ID") == run_id:
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextmanager
