@@ -126,8 +126,14 @@ def say_done(trainer: LongContextTrainer, start: Start, last: int) -> None:
 
 
 def write_results(output_dir: str, results: dict[str, Any]) -> None:
-    """Write what is known of a run so far."""
-    (Path(output_dir) / RESULTS).write_text(json.dumps(results, indent=2) + "\n")
+    """Write what is known of a run so far. What was known before stays where that fails, as on a full disk."""
+    written, path = Path(output_dir) / f".{RESULTS}", Path(output_dir) / RESULTS
+    try:
+        written.write_text(json.dumps(results, indent=2) + "\n")
+        written.replace(path)
+    except OSError as error:
+        written.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 class FirstResults(TrainerCallback):

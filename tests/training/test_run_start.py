@@ -1,5 +1,6 @@
 """A configuration that is run again: where it goes on, what it says of that, and what it leaves alone."""
 
+import errno
 import json
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import yaml
 from hf_longctx import cli
 from hf_longctx.config import load_config
 from hf_longctx.run import run
-from hf_longctx.training.run_start import documents_trained
+from hf_longctx.training.run_start import documents_trained, write_results
 from hf_longctx.training.trainer import LongContextTrainer
 from tests.builders.tiny_models import TINY
 from tests.builders.training_runs import documents, fresh_accelerator_state
@@ -120,6 +121,18 @@ def test_a_run_that_is_interrupted_keeps_the_loss_before_it(file, monkeypatch):
     assert kept["eval_loss_before"] > 0
     assert "train_loss" not in kept
     assert "finished_at_step" not in kept
+
+
+def test_results_stay_where_a_full_disk_takes_no_new_ones(tmp_path, monkeypatch):
+    def full(self: Path, text: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_results(str(tmp_path), {"eval_loss_before": 1.0})
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*results\.json'"):
+        write_results(str(tmp_path), {"eval_loss_before": 2.0})
+    assert json.loads((tmp_path / "results.json").read_text()) == {"eval_loss_before": 1.0}
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_a_new_run_beside_the_checkpoints_of_an_earlier_one_warns_of_them(file, capsys, caplog):
