@@ -162,7 +162,7 @@ class Checkpoints:
             problem = None
             if self.ranks.rank == 0 and (writes or self._saves):
                 try:
-                    stack.enter_context(locked(Path(self._trainer.args.output_dir), begins_anew=not asked))
+                    stack.enter_context(locked(Path(self._trainer.args.output_dir), asked))
                 except CheckpointError as error:
                     problem = str(error)
             if problem := self.ranks.agreed(problem):

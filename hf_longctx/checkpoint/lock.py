@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from transformers.utils import logging
 
@@ -24,11 +24,11 @@ SECONDS = 60.0
 
 
 @contextmanager
-def locked(output_dir: Path, begins_anew: bool = False) -> Iterator[None]:
+def locked(output_dir: Path, asked: Any = True) -> Iterator[None]:
     """Holds the directory.
 
     Args:
-        begins_anew: whether the job that asks would overwrite what the one that it waits for may leave.
+        asked: the job's `resume_from_checkpoint`. One that begins anew would overwrite what the one that it waits for may leave.
 
     Raises:
         CheckpointError: another job has it, or has written checkpoints while a job that begins anew waited; or nothing can be
@@ -64,13 +64,14 @@ def locked(output_dir: Path, begins_anew: bool = False) -> Iterator[None]:
             file.flush()
         except OSError as error:
             raise _unwritable(output_dir, error) from None
-        new = _written(output_dir) - before if begins_anew and before is not None else None
-        if new:
+        left = checkpoints(output_dir)
+        begins_anew = not asked or (asked == "auto" and not left)
+        if begins_anew and before is not None and (new := _written(output_dir) - before):
             names = ", ".join(sorted(name for name, _ in new))
+            going_on = "resume_from_checkpoint='auto', which goes on from the newest; " if left else ""
             raise CheckpointError(
                 f"another job has trained into {str(output_dir)!r} while this one waited for it, and wrote {names}: this one "
-                "begins anew, and would overwrite them. Valid: another output_dir; resume_from_checkpoint='auto', which goes on "
-                "from them; or start it again, to overwrite them"
+                f"begins anew, and would overwrite them. Valid: another output_dir; {going_on}or start it again, and it does"
             )
         yield
     finally:

@@ -122,9 +122,18 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
     assert not (tmp_path / lock.LOCK).exists()
 
 
-@pytest.mark.parametrize("left", ["checkpoint-4", "model.safetensors"])
-@pytest.mark.parametrize("asked", [None, "auto"])
-def test_a_job_that_begins_anew_never_overwrites_what_another_left_while_it_waited(left, asked, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("left", "asked", "valid"),
+    [
+        ("checkpoint-4", None, "resume_from_checkpoint='auto'"),
+        ("checkpoint-4", "auto", None),
+        ("model.safetensors", None, "another output_dir; or start it again"),
+        ("model.safetensors", "auto", "another output_dir; or start it again"),
+    ],
+)
+def test_a_job_that_begins_anew_never_overwrites_what_another_left_while_it_waited(
+    left, asked, valid, tmp_path, monkeypatch
+):
     def another_ends(seconds: float) -> None:
         (tmp_path / left).mkdir()
         (tmp_path / left / "trainer_state.json").touch()
@@ -132,8 +141,8 @@ def test_a_job_that_begins_anew_never_overwrites_what_another_left_while_it_wait
 
     monkeypatch.setattr(lock, "_lock", lambda file, path: False)
     monkeypatch.setattr(lock.time, "sleep", another_ends)
-    refused = pytest.raises(CheckpointError, match=rf"while this one waited for it, and wrote {left}: .*'auto'")
-    with refused if asked is None else contextlib.nullcontext(), lock.locked(tmp_path, begins_anew=not asked):
+    refused = pytest.raises(CheckpointError, match=rf"while this one waited for it, and wrote {left}: .*{valid}")
+    with refused if valid else contextlib.nullcontext(), lock.locked(tmp_path, asked):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [left]
 
