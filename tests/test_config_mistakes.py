@@ -46,6 +46,7 @@ MISTAKES = [
     # data
     (5, "  path: sorces.jsonl", 5, "data.path", "'sorces.jsonl'", "did you mean 'sources.jsonl'?"),
     (5, "  path: ''", 5, "data.path", "''", "existing files that end in"),
+    (5, "  path: /dev/null", 5, "data.path", "'/dev/null'", "read once, and documents are read at will"),
     (6, "  eval_splt: test", 6, "data.eval_splt", "'test'", "did you mean 'eval_split'?"),
     (6, "  eval_split: tset", 6, "data.eval_split", "'tset'", "only 'train', 'test'"),
     (6, "  train_split: ../x", 6, "data.train_split", "'../x'", "must be the name of a split"),

@@ -72,6 +72,12 @@ def _files(given: Any) -> list[str]:
     files = sorted(glob.glob(given, recursive=True)) if is_name and not Path(given).is_file() else [given]
     if isinstance(given, str) and given.endswith(COMPRESSED) and Path(given).is_file():
         raise ValueError(f"{given!r} is compressed, which is not read: unpack it first")
+    if isinstance(given, str) and any(
+        kind(Path(given)) for kind in (Path.is_fifo, Path.is_char_device, Path.is_socket)
+    ):
+        raise ValueError(
+            f"{given!r} is a pipe or a device, which is read once, and documents are read at will: save a file"
+        )
     if not is_name or not files or not all(Path(file).is_file() for file in files):
         raise ValueError(
             f"must be {EMBEDDED_DATA}, an existing directory, a hub's org/name, or existing files that end in "
