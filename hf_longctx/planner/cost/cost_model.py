@@ -153,8 +153,7 @@ class CostModel:
 
         linear_ps = max(1, round(flops.linear / speed.linear_flops * 1e12))
         # Kernels that the host starts while the device computes cost what the device does not hide, in a full micro-batch.
-        hidden = (capacity or 0) * linear_ps / PS_PER_NS
-        launch_ns = max(0, round(layers * speed.launch_seconds * 1e9 - hidden)) if capacity else 0
+        unhidden = 0.0 if capacity is None else layers * speed.launch_seconds * 1e9 - capacity * linear_ps / PS_PER_NS
         return cls(
             attention_ps=attention_ps(flops.attention - flops.windowed),
             windowed_ps=attention_ps(flops.windowed),
@@ -166,7 +165,7 @@ class CostModel:
             between_ps=round(exchange_bytes / speed.between_bytes * 1e12),
             message_ns=round(layers * speed.message_seconds * 1e9),
             document_ns=round(layers * speed.document_seconds * 1e9),
-            micro_batch_ns=round(layers * speed.micro_batch_seconds * 1e9) + launch_ns,
+            micro_batch_ns=round(layers * speed.micro_batch_seconds * 1e9 + max(0.0, unhidden)),
             ranks_per_node=ranks_per_node,
             step_ns=round((reduced + flops.parameters / speed.optimizer_parameters) * 1e9),
         )

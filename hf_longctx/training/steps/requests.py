@@ -1,5 +1,5 @@
-"""What callbacks ask for after a step: to evaluate, to save, to stop. All ranks do what a callback of any rank asks for, as one
-that did it alone would wait for the others.
+"""Lets all ranks do what a callback of any rank asks for after a step, to evaluate, to save or to stop: one that did it alone
+would wait for the others.
 
 Trainer logs a step, evaluates, and saves, and calls back after each of these, when others may be asked for. So ranks agree once
 more after each; and a step is logged by itself first, for Trainer evaluates in the same breath:
