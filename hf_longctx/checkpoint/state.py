@@ -42,7 +42,7 @@ def optimizer_tensors(
     values: dict[str, Any] = {}
     for index, of_weight in state["state"].items():
         name = order[index]
-        for kind, value in of_weight.items():
+        for kind, value in _unwrapped(of_weight).items():
             if isinstance(value, torch.Tensor):
                 if type(value) not in PLAIN:
                     raise CheckpointError(
@@ -70,6 +70,16 @@ def optimizer_tensors(
         "in_tensors": in_tensors,
     }
     return tensors, kept
+
+
+def _unwrapped(of_weight: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a weight's state with tensors beside each other: bitsandbytes wraps those that it quantises in a dictionary, against
+    FSDP's gathering, and takes them back either way."""
+    state: dict[str, Any] = {}
+    for kind, value in of_weight.items():
+        wraps = isinstance(value, Mapping) and any(isinstance(tensor, torch.Tensor) for tensor in value.values())
+        state |= value if wraps else {kind: value}
+    return state
 
 
 def merged(

@@ -128,6 +128,29 @@ def test_an_optimizer_whose_groups_hold_tensors_goes_on_with_tensors(tmp_path):
     torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=0)
 
 
+class Wrapping(torch.optim.SGD):
+    """Wraps tensors of its state in a dictionary where it gives them away, as optimizers of bitsandbytes do from 0.50 on."""
+
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
+        wrapped = {number: {"__wrapped__": dict(of_weight)} for number, of_weight in state["state"].items()}
+        return state | {"state": wrapped}
+
+
+class WrappingTrainer(RecordingTrainer):
+    """Trains with it."""
+
+    def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+        return Wrapping, {"lr": 0.1, "momentum": 0.9}
+
+
+def test_an_optimizer_that_wraps_its_tensors_goes_on_with_them(tmp_path):
+    kwargs: dict[str, Any] = {"settings": {"max_steps": 3}, "trainer_class": WrappingTrainer}
+    [whole] = run_on(1, None, tmp_path / "a", **kwargs)
+    [resumed] = run_on(1, None, tmp_path / "b", **kwargs, resume=str(tmp_path / "a" / "checkpoint-2"))
+    torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=0)
+
+
 def test_the_last_checkpoint_of_the_folder_is_found(tmp_path):
     [first] = run_on(1, None, tmp_path, settings={"num_train_epochs": 1})
     for later in tmp_path.glob("checkpoint-[45]"):
