@@ -11,7 +11,11 @@ from transformers.utils import logging
 from hf_longctx.certified_patch import refuse_no_model
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import refuse_stream
+from hf_longctx.models.adapters.peft_adapters import merged_adapters
+from hf_longctx.models.loss.head import is_unpatched
 from hf_longctx.models.loss.token_metrics import NAMES as TOKEN_METRICS
+from hf_longctx.models.patch import language_model_of
+from hf_longctx.models.stages import cut_of
 from hf_longctx.parallel.reduction import refuse_uncounted_ranks
 from hf_longctx.parallel.sharding import fsdp_settings
 from hf_longctx.settings.longctx import LongContextPlugin
@@ -262,6 +266,41 @@ def refuse_frozen(trainer: Any) -> None:
         )
         raise ValueError(
             f"none of the model's {len(weights)} parameters is trained: requires_grad is False. Valid: {valid}"
+        )
+
+
+def refuse_changed_model(trainer: Any) -> None:
+    """Raise ValueError for a model that was changed since the trainer was made, in ways that would end in an error of torch, or
+    train nothing: another output head, merged adapters, other weights than those of the optimizer of an earlier training."""
+    model = trainer.accelerator.unwrap_model(trainer.model)
+    language_model = language_model_of(model)
+    head = language_model.get_output_embeddings()
+    runs_head = cut_of(language_model) is None and not language_model.longctx_own_logits
+    if runs_head and type(head) is torch.nn.Linear and is_unpatched(head):
+        raise ValueError(
+            "the model has got another output head since the trainer was made, which computes no loss over layouts. Valid: "
+            "resize_token_embeddings(...) and the like before the trainer is made"
+        )
+    if merged := merged_adapters(model):
+        raise ValueError(
+            f"the adapters {', '.join(merged)} are merged into the weights that they stand on, where nothing trains them. Valid: "
+            "model.unmerge_adapter() before training"
+        )
+    if trainer.optimizer is None:
+        return
+    trained = {id(weight): tuple(weight.shape) for weight in model.parameters() if weight.requires_grad}
+    stepped = {
+        id(weight): tuple(weight.shape) for group in trainer.optimizer.param_groups for weight in group["params"]
+    }
+    gone, new = (
+        [shape for key, shape in of.items() if key not in other]
+        for of, other in ((stepped, trained), (trained, stepped))
+    )
+    if gone and new:
+        raise ValueError(
+            f"the trainer's optimizer changes {len(gone)} weights that the model does not train, for instance one of shape "
+            f"{gone[0]}, and lacks {len(new)} that it trains, for instance one of shape {new[0]}: the model was changed since "
+            "the optimizer was made. Valid: a new trainer, or trainer.optimizer = trainer.lr_scheduler = None before train()"
         )
 
 

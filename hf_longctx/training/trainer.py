@@ -93,6 +93,7 @@ from hf_longctx.training.arguments import (
     as_if_weights_alone_were_saved,
     fold_accumulation,
     refuse_arguments,
+    refuse_changed_model,
     refuse_frozen,
     refuse_hooks_on_logits,
     refuse_other_batch,
@@ -352,6 +353,7 @@ class LongContextMixin(_Trainer):
 
     def _inner_training_loop(self, *args: Any, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:
         refuse_frozen(self)
+        refuse_changed_model(self)
         self.run_data.begin(resume_from_checkpoint)
         if self.args.eval_strategy != "no":  # what is wrong with these documents is said before any time is lost
             refuse_unknown_metric(self)

@@ -159,6 +159,40 @@ def test_models_that_cannot_be_trained_are_refused_with_what_would_be(tmp_path):
             trained(model)
 
 
+def test_a_model_that_was_changed_since_its_trainer_was_made_is_refused(tmp_path):
+    def resized(trainer: Any) -> None:
+        trainer.model.resize_token_embeddings(140)
+
+    def merged(trainer: Any) -> None:
+        trainer.model.merge_adapter()
+
+    def switched(trainer: Any) -> None:
+        trainer.train()
+        trainer.model.add_adapter("b", LoraConfig(r=2, target_modules=["k_proj"], task_type="CAUSAL_LM"))
+        trainer.model.set_adapter("b")
+
+    lora = LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")
+    for model, change, message in (
+        (tiny_llama(), resized, r"another output head since .* Valid: resize_token_embeddings\(\.\.\.\)"),
+        (
+            get_peft_model(tiny_llama(), lora),
+            merged,
+            r"adapters default are merged .* Valid: model\.unmerge_adapter\(\)",
+        ),
+        (
+            get_peft_model(tiny_llama(), lora),
+            switched,
+            r"changes 4 weights .* \(2, 64\), and lacks 4 .* Valid: a new t",
+        ),
+    ):
+        fresh_accelerator_state()
+        args, rows = arguments(tmp_path, max_steps=1), [{"input_ids": [1, 2, 3, 4]}] * 2
+        trainer = LongContextTrainer(model, args, train_dataset=rows, plugin=LongContextPlugin(capacity=32))
+        change(trainer)
+        with pytest.raises(ValueError, match=message):
+            trainer.train()
+
+
 def test_generation_in_evaluation_is_refused(tmp_path):
     fresh_accelerator_state()
     args = Seq2SeqTrainingArguments(str(tmp_path), use_cpu=True, report_to=[], predict_with_generate=True)

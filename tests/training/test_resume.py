@@ -129,7 +129,7 @@ def test_an_optimizer_whose_groups_hold_tensors_goes_on_with_tensors(tmp_path):
 
 
 class Wrapping(torch.optim.SGD):
-    """Wraps tensors of its state in a dictionary where it gives them away, as optimizers of bitsandbytes do from 0.50 on."""
+    """Wraps tensors of its state in a dictionary where it gives them away, as optimizers of bitsandbytes 0.50 do."""
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()

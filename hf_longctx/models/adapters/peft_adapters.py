@@ -176,6 +176,13 @@ def refuse_row_adapters(model: Any) -> None:
             )
 
 
+def merged_adapters(model: Any) -> list[str]:
+    """Name the adapters of a PEFT model that are merged into the weights that they stand on, where no gradient reaches them."""
+    if not getattr(model, "peft_config", None):
+        return []
+    return sorted({name for module in model.modules() for name in getattr(module, "merged_adapters", ())})
+
+
 def shared_among_layers(model: Any) -> list[str]:
     """Name the trained weights of adapters that are one tensor in several layers, by their first names; none without adapters."""
     if not getattr(model, "peft_config", None):

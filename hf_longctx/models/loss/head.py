@@ -100,6 +100,11 @@ def install_head(head: torch.nn.Linear) -> None:
     head.forward = HeadForward(head)  # type: ignore[assignment, method-assign]
 
 
+def is_unpatched(head: torch.nn.Linear) -> bool:
+    """Tell whether an output head has not got its forward here."""
+    return not isinstance(head.__dict__.get("forward"), HeadForward)
+
+
 def install_forward(module: torch.nn.Module, over_layout: Callable[..., Any]) -> None:
     """Replaces `module.forward` on this instance. The class, and with it what checkpoints name, stays as it is."""
     module.forward = LayoutForward(module, over_layout)
