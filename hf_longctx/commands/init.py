@@ -112,7 +112,7 @@ def init(
             f"--gpus {gpus} are no whole machines of --gpus-per-node {gpus_per_node}: {gpus} / {nodes} is no whole number. "
             f"Valid: --gpus {gpus - gpus % nodes} or {gpus + nodes - gpus % nodes}"
         )
-    path, room = _weights(model), read_room(device, gpu_memory, gpus)
+    path, room = _weights(model), read_room(device, gpu_memory, gpus, "--gpu-memory")
     config = read_config(path)
     if hasattr(config, "get_text_config"):  # a model with a tower for images has its sizes there
         config = config.get_text_config()

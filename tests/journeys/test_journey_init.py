@@ -160,3 +160,8 @@ def test_data_that_cannot_be_looked_at_are_said_and_do_not_stop_it(row, part, ca
     Path("rows.jsonl").write_text(row + "\n")
     assert part in output_of(capsys, "init", "model", "--data", "rows.jsonl", "--output", "run.yaml")
     assert load_config("run.yaml").data.kind == "auto"
+
+
+def test_a_memory_that_is_none_is_refused_by_the_option_s_name(capsys):
+    assert main(["init", "llama-7b", "--gpu-memory", "nan", "--output", "run.yaml"]) == 2
+    assert "error: --gpu-memory nan must be positive and finite, in GiB" in capsys.readouterr().err

@@ -53,27 +53,28 @@ class Room:
         return replace(memory, outside=outside)
 
 
-def read_room(device: str, memory: float | None, ranks_here: int = 1) -> Room:
+def read_room(device: str, memory: float | None, ranks_here: int = 1, option: str = "--memory") -> Room:
     """Memory of a preset or a profile, or as much as is said (GiB). Raises ValueError for another device.
 
     Args:
         ranks_here: that share this machine's memory, on processors.
+        option: of the verb, that `memory` comes from.
     """
     from hf_longctx.hardware.devices import read_cluster
     from hf_longctx.hardware.profile import Profile
 
     if memory is not None and not 0 < memory < math.inf:
-        raise ValueError(f"--memory {memory:g} must be positive and finite, in GiB")
+        raise ValueError(f"{option} {memory:g} must be positive and finite, in GiB")
     if device in CPU_DEVICES and memory is None:
         if device != "cpu":
             raise ValueError(
-                f"--device {device} is a kind of processor, of any memory: give --memory, in GiB of one process"
+                f"--device {device} is a kind of processor, of any memory: give {option}, in GiB of one process"
             )
         return room_here(ranks_here)
     if device not in KNOWN_DEVICES and not device.endswith(".json"):
         raise ValueError(
             f"--device {device!r} is unknown; valid: {', '.join(KNOWN_DEVICES)}, or a .json file that `hf-longctx profile` "
-            "wrote; for any other, give --memory in GiB with one of these"
+            f"wrote; for any other, give {option} in GiB with one of these"
         )
     per_node = None
     if device not in CPU_DEVICES:
