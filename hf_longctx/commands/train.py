@@ -46,13 +46,14 @@ def train(
 
     Example: hf-longctx train configs/tiny.yaml --ranks 2
     """
-    from hf_longctx.commands.preflight.launching import has_launcher, one_voice, start_program
+    from hf_longctx.commands.preflight.launching import end_with_launcher, has_launcher, one_voice, start_program
     from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.commands.shared.outputs import refuse_unwritable
     from hf_longctx.commands.shared.ranks import gpus
     from hf_longctx.config import load_config
 
     given = list(overrides or [])
+    end_with_launcher()
     with one_voice():
         chosen = load_config(config, given)
         asked = {"--trace": trace, "--nodes": nodes > 1, "--device": device, "--memory": memory, "--lengths": lengths}

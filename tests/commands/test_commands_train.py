@@ -5,10 +5,12 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -16,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, precision
 from hf_longctx.cli import main
-from hf_longctx.commands.preflight.launching import _end_ranks
+from hf_longctx.commands.preflight.launching import LAUNCHER, _end_ranks
 from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.commands.shared import ranks
 from hf_longctx.config import load_config
@@ -313,3 +315,31 @@ def test_ranks_that_an_interrupted_launcher_leaves_are_ended_and_no_other_proces
     finally:
         other.kill()
         other.wait()
+
+
+LAUNCHED = (
+    "from hf_longctx.commands.preflight.launching import end_with_launcher as e; e(); print(1, flush=True); input()"
+)
+"""A rank that waits until it is ended."""
+LAUNCHES = f"""import os, subprocess, sys
+os.environ["{LAUNCHER}"] = sys.argv[1] or str(os.getpid())
+rank = subprocess.Popen([sys.executable, "-c", {LAUNCHED!r}], stdin=0, stdout=subprocess.PIPE)
+print(rank.pid, rank.stdout.readline(), flush=True)
+rank.wait()"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("named", "ends"), [("", True), ("1", False)])
+def test_a_rank_ends_with_the_launcher_that_was_killed(named: str, ends: bool):
+    """One that another process than its parent has named as its launcher goes on."""
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHES, named], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT
+    )
+    assert launcher.stdin is not None
+    assert launcher.stdout is not None
+    rank = psutil.Process(int(launcher.stdout.readline().split()[0]))
+    launcher.kill()
+    launcher.wait()
+    _, alive = psutil.wait_procs([rank], timeout=PATIENCE if ends else 0.3)
+    assert bool(alive) != ends
+    launcher.stdin.close()  # ends the one that goes on

@@ -9,6 +9,7 @@ between ranks here: one number in the job's store when one of them fails.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import shlex
@@ -25,6 +26,10 @@ from hf_longctx.commands.shared.ranks import USER_ERROR, cores
 
 FAILED = "hf_longctx/failed"
 """Name of the number in the store."""
+LAUNCHER = "LONGCTX_LAUNCHER"
+"""Name of the environment's variable with the process that has started this one as a rank."""
+PR_SET_PDEATHSIG = 1
+"""Number by which Linux's prctl sets the signal that a process gets when its parent ends."""
 PORT = 29500
 """The port in commands that are shown, at which the processes of several machines meet."""
 
@@ -51,6 +56,7 @@ def start_program(ranks: int, arguments: Sequence[str]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
+    os.environ[LAUNCHER] = str(os.getpid())
     here = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
     run_id = uuid.uuid4().hex
     agent: Any = LaunchConfig(1, 1, ranks, run_id=run_id, max_restarts=0, **here)  # type: ignore[arg-type]
@@ -70,7 +76,15 @@ def start_program(ranks: int, arguments: Sequence[str]) -> int:
     finally:
         logging.disable(logging.NOTSET)
         _end_ranks(run_id)
+        del os.environ[LAUNCHER]
     return 0
+
+
+def end_with_launcher() -> None:
+    """Have this rank get SIGTERM when `start_program`'s process ends, be it by SIGKILL: it saves and leaves, in place of training
+    on where nobody sees it. A rank of another launcher is left to that."""
+    if os.environ.get(LAUNCHER) == str(os.getppid()) and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def _end_ranks(run_id: str) -> None:
