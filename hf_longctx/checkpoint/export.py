@@ -2,8 +2,9 @@
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from hf_longctx.models.stages import cut_of
 from hf_longctx.redaction import redacted
 
 TRAINING_ARGUMENTS = "training_args"
+ADAPTER_CONFIG = "adapter_config.json"
+"""PEFT's file beside adapters."""
 NOT_COMPUTED = {
     "transformers_version",
     "_name_or_path",
@@ -22,6 +25,8 @@ NOT_COMPUTED = {
     "dtype",
     "torch_dtype",
     "use_cache",
+    "inference_mode",
+    "peft_version",
 }
 """Fields of a configuration that say nothing of what a model computes in training."""
 
@@ -98,13 +103,27 @@ def save_configuration(model: Any, folder: Path, dtype: str) -> None:
 
 
 def changed_configuration(model: Any, folder: Path) -> list[str]:
-    """Return in which fields a model computes otherwise than the one of the same weights that a folder's config.json is of, in
-    words. Fields that only one of them has may be those of another version of transformers."""
+    """Return in which fields a model computes otherwise than the one of the same weights that a folder's config.json is of, and
+    its adapters otherwise than those of the folder's adapter_config.json, in words. Fields that only one of them has may be those
+    of another version of transformers or PEFT."""
+    changed = _changed(folder / CONFIG_NAME, partial(model.config.to_json_string, use_diff=False))
+    for name, adapter in (getattr(model, "peft_config", None) or {}).items():
+        file = folder / ("" if name == "default" else name) / ADAPTER_CONFIG
+        changed += _changed(file, partial(json.dumps, adapter.to_dict(), default=sorted))
+    return changed
+
+
+def _changed(file: Path, text: Callable[[], str]) -> list[str]:
+    """Return which fields of a configuration that was saved are others now, in words; `text` gives it as JSON."""
     try:
-        saved = json.loads((folder / CONFIG_NAME).read_text())
-        now = json.loads(model.config.to_json_string(use_diff=False))
+        saved, now = json.loads(file.read_text()), json.loads(text())
         shared = sorted((saved.keys() & now.keys()) - NOT_COMPUTED)
     except (OSError, ValueError, TypeError, AttributeError):  # weights are compared by name and shape anyway
         return []
-    changed = [name for name in shared if saved[name] != now[name] and not name.endswith("_token_id")]
+    changed = [name for name in shared if _plain(saved[name]) != _plain(now[name]) and not name.endswith("_token_id")]
     return [f"{name} {json.dumps(saved[name])} -> {json.dumps(now[name])}" for name in changed]
+
+
+def _plain(value: Any) -> Any:
+    """Return a list of names in one order: PEFT keeps sets."""
+    return sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value

@@ -288,6 +288,22 @@ def test_adapters_on_weights_in_another_dtype_are_refused(tmp_path):
     assert run(torch.bfloat16, resume=checkpoint).series("loss") == whole.series("loss")
 
 
+def test_adapters_that_are_resumed_with_another_scale_are_said(tmp_path, caplog):
+    def run(alpha: int, **options: Any) -> Run:
+        adapters = LoraConfig(
+            r=4, lora_alpha=alpha, task_type="CAUSAL_LM", target_modules=["v_proj", "q_proj", "k_proj"]
+        )
+        settings = {"output_dir": tmp_path, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        model: Any = get_peft_model(tiny_llama(), adapters)
+        return train(model, documents([9, 20]), {"capacity": 32}, settings, **options)
+
+    run(8)
+    run(8, resume=str(tmp_path / "checkpoint-1"))
+    assert "another configuration" not in caplog.text
+    run(64, resume=str(tmp_path / "checkpoint-1"))
+    assert caplog.text.rstrip().endswith("with a model of another configuration: lora_alpha 8 -> 64")
+
+
 def test_a_checkpoint_of_another_trainer_is_refused(uninterrupted, tmp_path):
     folder, _ = uninterrupted
     state = json.loads((folder / "checkpoint-1" / "trainer_state.json").read_text())
