@@ -11,15 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.worlds.launched import ROOT
-
 SECONDS = 60.0
-
-
-@pytest.fixture(autouse=True)
-def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks are scripts: their folder is on the path while they run."""
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
 
 
 class Event:

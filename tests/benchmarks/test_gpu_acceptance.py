@@ -32,12 +32,6 @@ IN_NO_RUN = {2, 4, 18, 19}
 """Findings that take more GPUs than the figures of one machine's first hour, or several."""
 
 
-@pytest.fixture(autouse=True)
-def benchmark_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Benchmarks are scripts: their folder is on the path while they run."""
-    monkeypatch.syspath_prepend(BENCHMARKS)
-
-
 def ran_here(part: Any, seconds: float, path: Path, log: Path) -> Any:
     """Runs a part in this process, in place of one of its own."""
     from acceptance.flow import Ended
