@@ -226,3 +226,12 @@ def saved(ranks2: RankPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[P
 def copied(saved: tuple[Path, list[Run]], tmp_path: Path) -> Path:
     """A copy of that folder, to be damaged."""
     return Path(shutil.copytree(saved[0], tmp_path / "copied"))
+
+
+@pytest.fixture
+def measures(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Set the rates that this process's products would be measured at."""
+    return lambda rates: [
+        monkeypatch.setattr(f"hf_longctx.{name}.product_rates", lambda shape: rates)
+        for name in ("precision", "training.autocast")
+    ]
