@@ -2,9 +2,12 @@
 
 from typing import Any
 
+import pytest
 import torch
 from transformers.masking_utils import and_masks, causal_mask_function, chunked_causal_mask_function
 
+from hf_longctx import Layout, Segment
+from hf_longctx.models import layout_mask
 from hf_longctx.models.layout_mask import Pattern, pattern_of
 
 
@@ -39,3 +42,42 @@ def test_a_function_with_an_entry_for_each_row_is_asked_for_no_other():
         return (pictures[batch, query] == pictures[batch, key]) | (key <= query)
 
     assert pattern_of(and_masks(causal_mask_function, of_one_picture), None, rows=3) == Pattern()
+
+
+@pytest.mark.parametrize(
+    ("seen", "local_size", "pattern"),
+    [
+        (lambda q, k: k <= q, None, layout_mask.Pattern()),
+        (lambda q, k: (k <= q) & (k > q - 5), 5, layout_mask.Pattern(window=5)),
+        (lambda q, k: (k <= q) & (k // 4 == q // 4), 4, layout_mask.Pattern(chunk=4)),
+        (lambda q, k: k >= 0, None, None),
+        (lambda q, k: (k <= q) | (k < 3), None, None),
+        (lambda q, k: (k <= q) & (k > q - 4), 5, None),
+    ],
+)
+def test_what_a_mask_means_is_asked(seen: Any, local_size: int | None, pattern: Any):
+    def function(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return seen(query, key)
+
+    if pattern is None:
+        with pytest.raises(ValueError, match="neither causal, a window nor chunks"):
+            layout_mask.pattern_of(function, local_size, 100)
+    else:
+        assert layout_mask.pattern_of(function, local_size, 100) == pattern
+
+
+def test_whoever_computes_with_a_mask_is_named():
+    call = layout_mask.LayoutCall(Layout({0: (Segment(0, 0, 6),)}))
+    mask = layout_mask.LayoutMask.of(call, layout_mask.Pattern())
+    assert mask.shape == (1, 1, 6, 6)
+    with torch._C.DisableTorchFunctionSubclass():
+        assert mask.untyped_storage().nbytes() == 1
+    assert mask.to(torch.float32) is mask
+    for compute in (
+        lambda: mask + 1,
+        lambda: mask[0],
+        lambda: torch.cat([mask, mask]),
+        lambda: torch.where(mask, 1, 0),
+    ):
+        with pytest.raises(ValueError, match=r"computes with its attention mask \(torch function"):
+            compute()
