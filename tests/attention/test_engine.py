@@ -16,6 +16,7 @@ from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
 from tests.attention.attention_modes import memory_rows
 from tests.attention.kernels.document_attention import HEAD_DIM, HEADS, KV_HEADS, plain, tensors
+from tests.builders.plain_scores import exchange_of_this_rank
 from tests.builders.plans.random_layouts import steps
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool, worker_state
@@ -24,15 +25,9 @@ Results = dict[tuple[int, int], list[torch.Tensor]]
 """(layout, rank) -> out, dq, dk, dv of the rank's rows, in memory order."""
 
 
-def exchange_of_world() -> Exchange:
-    if "exchange" not in worker_state:
-        worker_state["exchange"] = Exchange()
-    return worker_state["exchange"]
-
-
 def attend(layouts: list[Layout], dtype: torch.dtype, in_order: bool) -> Results:
     """On one rank: attention over each of its layouts, forward and backward."""
-    exchange = exchange_of_world()
+    exchange = exchange_of_this_rank()
     results: Results = {}
     with in_order_communicators() if in_order else nullcontext():
         for number, layout in enumerate(layouts):
@@ -68,7 +63,7 @@ def test_random_layouts_equal_whole_documents(
 
 def forward_bytes(layout: Layout) -> int:
     """Bytes that one rank sends in a forward pass, float32, 8 query and 8 key/value heads of 64 over 8192 tokens' layout."""
-    exchange = exchange_of_world()
+    exchange = exchange_of_this_rank()
     tokens = layout.tokens(exchange.rank)
     before = exchange.bytes_sent
     with torch.no_grad():
@@ -92,7 +87,7 @@ def test_one_long_document_sends_at_most_three_quarters_of_a_ring(ranks4: RankPo
 
 
 def summed_counts(layout: Layout) -> dict[int, torch.Tensor]:
-    exchange = exchange_of_world()
+    exchange = exchange_of_this_rank()
     values = {s.doc: torch.tensor([s.doc, 10**exchange.rank]) for s in layout.shard(exchange.rank)}
     sum_over_holders(values, layout, exchange)
     return values
@@ -108,7 +103,7 @@ def test_documents_are_summed_over_the_ranks_that_hold_them(ranks4: RankPool):
 
 def refusal(layout: Layout, tokens: int) -> str:
     try:
-        layout_attention(*(torch.ones(tokens, 2, 16) for _ in range(3)), layout, exchange_of_world())
+        layout_attention(*(torch.ones(tokens, 2, 16) for _ in range(3)), layout, exchange_of_this_rank())
     except LayoutError as error:
         return str(error)
     return ""
@@ -219,7 +214,7 @@ def test_the_slice_kept_does_not_travel_again(ranks4: RankPool, ranks_per_node: 
 
 def saved_for_backward(layout: Layout, keep_last_slice: bool) -> tuple[int, int]:
     """Bytes that autograd keeps, and bytes of the rank's own q, k, v and out with lse."""
-    exchange = exchange_of_world()
+    exchange = exchange_of_this_rank()
     rows = memory_rows(layout, exchange.rank)
     q, k, v, _ = (x[rows] for x in tensors(sum(layout.doc_lengths.values()), torch.float32, "cpu"))
     kept: dict[int, int] = {}
@@ -247,7 +242,7 @@ def test_backward_keeps_local_tensors_only(ranks4: RankPool, ulysses: int):
 
 
 def sent_for_uneven_heads(ulysses: int) -> int:
-    exchange = exchange_of_world()
+    exchange = exchange_of_this_rank()
     layout = Layout(zigzag(0, 400, range(4)), ulysses)
     tokens = layout.tokens(exchange.rank)
     q, k, v = (torch.ones(tokens, heads, HEAD_DIM, requires_grad=True) for heads in (24, 3, 3))
@@ -283,7 +278,7 @@ def test_second_derivatives_are_refused():
 
 
 def under_autocast(layout: Layout, kernel: str) -> torch.Tensor:
-    exchange = exchange_of_world()
+    exchange = exchange_of_this_rank()
     q, k, v, grad = (x[memory_rows(layout, exchange.rank)] for x in tensors(50, torch.float32, "cpu"))
     leaves = [x.requires_grad_() for x in (q, k, v)]
     with torch.autocast("cpu", torch.bfloat16):

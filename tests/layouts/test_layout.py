@@ -10,24 +10,14 @@ from hypothesis import strategies as st
 from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, LayoutError, Segment, zigzag
 from tests.builders.plans.random_layouts import layouts
+from tests.layouts.token_order import memory_tokens, sorted_tokens
 
-Token = tuple[int, int]
 """(document, position)"""
 
 many_examples = settings(max_examples=4 * settings().max_examples)
 """Of a profile: an example takes milliseconds here."""
 
 RANKS = st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True)
-
-
-def memory_tokens(layout: Layout, rank: int) -> list[Token]:
-    return [(s.doc, position) for s in layout.shards[rank] for position in range(s.start, s.stop)]
-
-
-def sorted_tokens(layout: Layout, rank: int) -> list[Token]:
-    """The tokens of the rank's sorted rows, by its schedule."""
-    tokens, order = memory_tokens(layout, rank), schedule(layout, rank).order
-    return tokens if order is None else [tokens[row] for row in order]
 
 
 @many_examples

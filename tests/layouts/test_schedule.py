@@ -9,8 +9,8 @@ from hf_longctx.layouts.blocks import Block, Mask
 from hf_longctx.layouts.exchange_schedule import Schedule, Send, schedule
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from tests.builders.plans.random_layouts import layouts
+from tests.layouts.token_order import Token, memory_tokens, sorted_tokens
 
-Token = tuple[int, int]
 """(document, position)"""
 
 many_examples = settings(max_examples=4 * settings().max_examples)
@@ -25,16 +25,6 @@ OPTIONS = st.fixed_dictionaries(
     }
 )
 DIRECT = {"window": None, "tile": None, "ranks_per_node": None}
-
-
-def memory_tokens(layout: Layout, rank: int) -> list[Token]:
-    return [(s.doc, position) for s in layout.shards[rank] for position in range(s.start, s.stop)]
-
-
-def sorted_tokens(layout: Layout, rank: int) -> list[Token]:
-    """The tokens of the rank's sorted rows, by its schedule."""
-    tokens, order = memory_tokens(layout, rank), schedule(layout, rank).order
-    return tokens if order is None else [tokens[row] for row in order]
 
 
 def delivered(layout: Layout, options: dict) -> dict[tuple[int, int, int], list[Token]]:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_longctx import Exchange, Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model, prefill, score
+from hf_longctx import Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model, prefill, score
 from hf_longctx.cli import main
 from hf_longctx.hardware.model_sizes import EVEN_TOKENS, flops_of_weights
 from hf_longctx.inference.evaluation.batches import batches_of
@@ -26,9 +26,10 @@ from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.memory.activations import ActivationMemory
 from hf_longctx.training.memory.out_of_memory import _proposals
 from tests.builders.plain_reference import exact_scores
+from tests.builders.plain_scores import exchange_of_this_rank
 from tests.builders.tiny_models import RUN_ALONE, tiny_alone, tiny_llama
 from tests.builders.training_runs import Run, arguments, documents, fresh_accelerator_state, reference, train
-from tests.worlds.rank_pool import RankPool, worker_state
+from tests.worlds.rank_pool import RankPool
 
 LENGTHS = [3, 60, 17, 60, 2, 9, 33, 40, 8, 21]
 DOCUMENTS = [(torch.arange(length) * 37 + doc) % 128 for doc, length in enumerate(LENGTHS)]
@@ -171,12 +172,6 @@ def test_settings_cut_at_what_one_rank_holds():
     plugin = LongContextPlugin(capacity=50, long_documents="truncate")
     assert [plugin.first_longest_document(4, kind) for kind in ("split", "whole", "alone")] == [200, 50, 50]
     assert plugin.changed(longest_document=80).first_longest_document(4, "whole") == 80
-
-
-def exchange_of_this_rank() -> Exchange:
-    if "exchange" not in worker_state:
-        worker_state["exchange"] = Exchange()
-    return worker_state["exchange"]
 
 
 def inferred(traits: Traits | None) -> tuple[Any, ...]:
