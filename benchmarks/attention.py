@@ -63,16 +63,23 @@ def _arguments() -> tuple[argparse.Namespace, list[Case], list[int]]:
     """The arguments, the cases that they choose, and the timed repetitions of each."""
     options = parser(__doc__)
     options.add_argument(
-        "--tokens", type=int, default=8192, help="of each case but the long one (default: %(default)s)"
+        "--tokens",
+        type=int,
+        default=8192,
+        help="take so many tokens in each case but the long one (default: %(default)s)",
     )
-    options.add_argument("--cases", nargs="+", metavar="NAME", help="default: all")
-    options.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="default: 2 4")
-    options.add_argument("--repeats", type=int, default=3, help="medians of so many (default: %(default)s)")
+    options.add_argument("--cases", nargs="+", metavar="NAME", help="measure these cases (default: all)")
+    options.add_argument(
+        "--ranks", type=int, nargs="+", default=[2, 4], help="run on worlds of so many ranks (default: 2 4)"
+    )
+    options.add_argument(
+        "--repeats", type=int, default=3, help="take the median of so many runs (default: %(default)s)"
+    )
     options.add_argument(
         "--long-repeats",
         type=int,
         default=0,
-        help="timed runs of the long document; 0, the default: one run, which is checked and timed at once",
+        help="time the long document so often; 0, the default: run it once, to check and time it",
     )
     options.add_argument("--plot", type=Path, metavar="PNG", help="draw the ratios (needs matplotlib)")
     arguments = options.parse_args()

@@ -269,11 +269,17 @@ PARTS: dict[str, Callable[[Setting, tuple[int, ...]], tuple[list[Row], Figures]]
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    options.add_argument("--device", default="cuda", help="default: %(default)s")
-    options.add_argument("--tiny", action="store_true", help="shapes and lengths for a look without a GPU")
-    options.add_argument("--tokens", type=int, nargs="+", help="default: 8192 to 524288")
-    options.add_argument("--repeats", type=int, default=5, help="medians of so many (default: %(default)s)")
+    options.add_argument(
+        "--parts", nargs="+", choices=PARTS, default=list(PARTS), help="measure these parts (default: all)"
+    )
+    options.add_argument("--device", default="cuda", help="measure on this device (default: %(default)s)")
+    options.add_argument("--tiny", action="store_true", help="use small shapes and lengths, to try this without a GPU")
+    options.add_argument(
+        "--tokens", type=int, nargs="+", help="measure documents of so many tokens (default: 8192 to 524288)"
+    )
+    options.add_argument(
+        "--repeats", type=int, default=5, help="take the median of so many runs (default: %(default)s)"
+    )
     arguments = options.parse_args()
     device = torch.device(arguments.device)
     if device.type == "cuda" and not torch.cuda.is_available():

@@ -171,7 +171,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
 
 def main() -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each way to save")
+    parser.add_argument("--rounds", type=int, default=3, help="save so often in each way")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     arguments: argparse.Namespace = parser.parse_args()

@@ -124,8 +124,16 @@ def main() -> int:
     from report import conclude, parser
 
     options: argparse.ArgumentParser = parser(__doc__)
-    options.add_argument("--cases", nargs="+", default=list(CASES), help=f"beginnings of: {'; '.join(CASES)}")
-    options.add_argument("--processes", nargs="+", type=int, default=list(PROCESSES), help="default: %(default)s")
+    options.add_argument(
+        "--cases", nargs="+", default=list(CASES), help=f"run the cases that begin so: {'; '.join(CASES)}"
+    )
+    options.add_argument(
+        "--processes",
+        nargs="+",
+        type=int,
+        default=list(PROCESSES),
+        help="start so many processes at once (default: %(default)s)",
+    )
     arguments = options.parse_args()
     cases = [case for case in CASES if case.startswith(tuple(arguments.cases))]
     if not cases:

@@ -278,10 +278,12 @@ def waiting(folder: Path, steps: int) -> float:
 
 def main() -> int:
     parser = report.parser(__doc__)
-    parser.add_argument("--rounds", type=int, default=3, help="of throughput, each way")
-    parser.add_argument("--documents", type=int, default=1_000_000, help="of the memory measurement")
-    parser.add_argument("--steps", type=int, default=4, help="of the quickstart's run")
-    parser.add_argument("--memory-of", nargs=2, help="(one measurement, in a process of its own)")
+    parser.add_argument("--rounds", type=int, default=3, help="measure throughput so often in each way")
+    parser.add_argument("--documents", type=int, default=1_000_000, help="measure memory with so many documents")
+    parser.add_argument("--steps", type=int, default=4, help="train the quickstart for so many steps")
+    parser.add_argument(
+        "--memory-of", nargs=2, help="measure memory once in this process; the benchmark starts itself so"
+    )
     arguments = parser.parse_args()
     if arguments.memory_of:
         return print_memory(*arguments.memory_of)

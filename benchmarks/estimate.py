@@ -179,9 +179,18 @@ def compare(cases: Sequence[Case]) -> tuple[list[dict[str, str]], dict[str, floa
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="default: all")
-    options.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES), help="default: all")
-    options.add_argument("--tokens", type=int, default=TOKENS, help="of a rank in a micro-batch (default: %(default)s)")
+    options.add_argument(
+        "--models", nargs="+", choices=MODELS, default=list(MODELS), help="estimate these models (default: all)"
+    )
+    options.add_argument(
+        "--modes", nargs="+", choices=MODES, default=list(MODES), help="estimate these modes (default: all)"
+    )
+    options.add_argument(
+        "--tokens",
+        type=int,
+        default=TOKENS,
+        help="put so many tokens of a micro-batch on a rank (default: %(default)s)",
+    )
     arguments = options.parse_args()
     load = os.getloadavg()[0]
     chosen = itertools.product(arguments.models, arguments.modes, (False, True))

@@ -29,11 +29,19 @@ from tests.worlds.faults.fault_trials import Outcome, trial
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--trials", type=int, default=200, help="(default: %(default)s)")
-    options.add_argument("--seed", type=int, default=0, help="of the first trial; the next has the next (default: 0)")
-    options.add_argument("--seconds", type=float, default=1800.0, help="no trial begins later (default: %(default)s)")
-    options.add_argument("--at-once", type=int, default=2, help="trials side by side (default: %(default)s)")
-    options.add_argument("--only", type=int, metavar="SEED", help="this trial alone, with all that its ranks print")
+    options.add_argument("--trials", type=int, default=200, help="run so many trials (default: %(default)s)")
+    options.add_argument(
+        "--seed", type=int, default=0, help="draw the first trial by this seed, the second by the next (default: 0)"
+    )
+    options.add_argument(
+        "--seconds", type=float, default=1800.0, help="begin no trial later than this (default: %(default)s)"
+    )
+    options.add_argument(
+        "--at-once", type=int, default=2, help="run so many trials side by side (default: %(default)s)"
+    )
+    options.add_argument(
+        "--only", type=int, metavar="SEED", help="run this trial alone, and show all that its ranks print"
+    )
     given = options.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="faults-"))
     if given.only is not None:

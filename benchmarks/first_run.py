@@ -155,12 +155,12 @@ class FirstRun:
 def arguments_of(words: Sequence[str] | None = None) -> argparse.Namespace:
     """Return what the command line says, or these words of one."""
     parser = report.parser(__doc__)
-    parser.add_argument("--only", choices=("quickstart", "tests", "plans"), help="one of the three parts")
+    parser.add_argument("--only", choices=("quickstart", "tests", "plans"), help="run one of the three parts")
     parser.add_argument(
         "--output",
         type=Path,
         default=LINES,
-        help="folder for every line that was printed, a file for each run (default: %(default)s)",
+        help="write what each run prints to a file in this folder (default: %(default)s)",
     )
     return parser.parse_args(words)
 

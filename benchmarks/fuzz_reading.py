@@ -52,12 +52,17 @@ class Outcome:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--files", type=int, default=10_000, help="(default: %(default)s)")
-    options.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
+    options.add_argument("--files", type=int, default=10_000, help="read so many files (default: %(default)s)")
+    options.add_argument("--seed", type=int, default=0, help="draw files by this seed (default: %(default)s)")
     options.add_argument(
-        "--kinds", nargs="+", choices=KINDS, default=KINDS, metavar="KIND", help=f"of {', '.join(KINDS)}"
+        "--kinds",
+        nargs="+",
+        choices=KINDS,
+        default=KINDS,
+        metavar="KIND",
+        help=f"draw these kinds of files: {', '.join(KINDS)}",
     )
-    options.add_argument("--only", type=int, metavar="N", help="this file alone")
+    options.add_argument("--only", type=int, metavar="N", help="read only the file of this number")
     given = options.parse_args()
     load, began = os.getloadavg()[0], time.monotonic()
     folder = Path(tempfile.mkdtemp(prefix="fuzz-reading-"))

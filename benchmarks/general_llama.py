@@ -152,7 +152,9 @@ def _counted(run: Callable[[], float], model: Any) -> Measured:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--rounds", type=int, default=21, help="default: %(default)s")
+    options.add_argument(
+        "--rounds", type=int, default=21, help="take the median of so many rounds (default: %(default)s)"
+    )
     arguments = options.parse_args()
     load = os.getloadavg()[0]
     rows, figures = [], {}

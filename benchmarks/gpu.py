@@ -259,18 +259,42 @@ PARTS: dict[str, Callable[[Setting], None]] = {
 def command_line() -> argparse.ArgumentParser:
     """Everything that may be asked for."""
     options = parser(__doc__)
-    options.add_argument("--part", nargs="+", choices=PARTS, default=list(PARTS), help="default: all")
-    options.add_argument("--device", default="cuda", help="default: %(default)s")
-    options.add_argument("--tiny", action="store_true", help="models and lengths for a look without a GPU")
-    options.add_argument("--tokens", type=int, nargs="+", help="of speed; default: 32768, 131072 and 524288")
-    options.add_argument("--layers", type=int, default=3, help="of speed, beside 1 (default: %(default)s)")
-    options.add_argument("--pack", type=int, default=32768, help="longest document of a pack (default: %(default)s)")
-    options.add_argument("--minutes", type=float, default=9.0, help="of each part (default: %(default)s)")
-    options.add_argument("--host-gib", type=float, help="that may be used; default: nine tenths of what is free")
-    options.add_argument("--device-gib", type=float, help="that may be used; default: 97 %% of the device's")
-    options.add_argument("--optimizer", choices=("host", "device"), default="host", help="where its states would be")
-    options.add_argument("--optimizer-bytes", type=int, default=4, help="per trained parameter; AdamW in bfloat16: 4")
-    options.add_argument("--peak-tflops", type=float, help="for MFU; default: the published one of a GPU that is known")
+    options.add_argument(
+        "--part", nargs="+", choices=PARTS, default=list(PARTS), help="measure these parts (default: all)"
+    )
+    options.add_argument("--device", default="cuda", help="measure on this device (default: %(default)s)")
+    options.add_argument("--tiny", action="store_true", help="use small models and lengths, to try this without a GPU")
+    options.add_argument(
+        "--tokens", type=int, nargs="+", help="measure speed on so many tokens (default: 32768, 131072 and 524288)"
+    )
+    options.add_argument(
+        "--layers", type=int, default=3, help="measure speed with so many layers, beside 1 (default: %(default)s)"
+    )
+    options.add_argument(
+        "--pack",
+        type=int,
+        default=32768,
+        help="put documents of at most so many tokens into a pack (default: %(default)s)",
+    )
+    options.add_argument(
+        "--minutes", type=float, default=9.0, help="end each part after so many minutes (default: %(default)s)"
+    )
+    options.add_argument(
+        "--host-gib", type=float, help="use so much host memory (default: nine tenths of what is free)"
+    )
+    options.add_argument("--device-gib", type=float, help="use so much device memory (default: 97 %% of the device's)")
+    options.add_argument(
+        "--optimizer", choices=("host", "device"), default="host", help="say where the optimizer's states would be"
+    )
+    options.add_argument(
+        "--optimizer-bytes",
+        type=int,
+        default=4,
+        help="count so many bytes of states for a trained parameter; AdamW in bfloat16: 4",
+    )
+    options.add_argument(
+        "--peak-tflops", type=float, help="take this peak for MFU (default: the published one of a known GPU)"
+    )
     return options
 
 

@@ -34,11 +34,15 @@ NAMES = [part.name for part in PARTS]
 def options() -> argparse.ArgumentParser:
     """The command line."""
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--minutes", type=float, default=60.0, help="that all parts may take (default: %(default)s)")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default: %(default)s")
-    made.add_argument("--tiny", action="store_true", help="shapes for a look without a GPU")
-    made.add_argument("--output", type=Path, help="folder; default: runs/gpu_acceptance")
-    made.add_argument("--parts", nargs="+", choices=NAMES, default=NAMES, metavar="PART", help=", ".join(NAMES))
+    made.add_argument("--minutes", type=float, default=60.0, help="end after so many minutes (default: %(default)s)")
+    made.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda", help="measure on this device (default: %(default)s)"
+    )
+    made.add_argument("--tiny", action="store_true", help="use small shapes, to try this without a GPU")
+    made.add_argument("--output", type=Path, help="write to this folder (default: runs/gpu_acceptance)")
+    made.add_argument(
+        "--parts", nargs="+", choices=NAMES, default=NAMES, metavar="PART", help=f"run these parts: {', '.join(NAMES)}"
+    )
     made.add_argument("--again", action="store_true", help="run the parts anew that have a record already")
     made.add_argument("--run", choices=NAMES, help=argparse.SUPPRESS)  # one part, in this process
     made.add_argument("--record", type=Path, help=argparse.SUPPRESS)

@@ -123,7 +123,7 @@ def run(case: str, tree: Path) -> dict[str, float]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--before", type=Path, help="an older tree")
+    options.add_argument("--before", type=Path, help="compare with an older checkout of this repository")
     options.add_argument("--measure", choices=list(CASES), help="print what one case takes here, and no more")
     arguments = options.parse_args()
     if arguments.measure:

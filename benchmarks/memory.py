@@ -85,8 +85,16 @@ def compare(tokens: int, names: list[str]) -> tuple[list[dict[str, str]], dict[s
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--tokens", type=int, default=65536, help="of the longer document (default: %(default)s)")
-    options.add_argument("--only", nargs="+", choices=variants(16), default=list(variants(16)), help="default: all")
+    options.add_argument(
+        "--tokens", type=int, default=65536, help="give the longer document so many tokens (default: %(default)s)"
+    )
+    options.add_argument(
+        "--only",
+        nargs="+",
+        choices=variants(16),
+        default=list(variants(16)),
+        help="measure these variants (default: all)",
+    )
     arguments = options.parse_args()
     if arguments.tokens < 16 or arguments.tokens % 2:
         options.error(f"--tokens {arguments.tokens} must be even, and at least 16")

@@ -251,8 +251,12 @@ def _one_line(reason: str) -> str:
 
 def main() -> int:
     options: argparse.ArgumentParser = parser(__doc__)
-    options.add_argument("--types", nargs="+", metavar="TYPE", help="default: all of AutoModelForCausalLM")
-    options.add_argument("--processes", type=int, default=os.cpu_count() or 1, help="default: %(default)s")
+    options.add_argument(
+        "--types", nargs="+", metavar="TYPE", help="try these model types (default: all of AutoModelForCausalLM)"
+    )
+    options.add_argument(
+        "--processes", type=int, default=os.cpu_count() or 1, help="start so many processes (default: %(default)s)"
+    )
     options.add_argument("--page", type=Path, help="write docs/models.md there")
     arguments = options.parse_args()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES

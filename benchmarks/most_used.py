@@ -110,10 +110,12 @@ def cases(families: Sequence[str], ranks: Sequence[int], rotate: bool) -> Iterat
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--families", nargs="+", default=MOST_USED, metavar="TYPE", help="default: all forty")
+    options.add_argument(
+        "--families", nargs="+", default=MOST_USED, metavar="TYPE", help="train these families (default: all forty)"
+    )
     options.add_argument("--ranks", nargs="+", type=int, default=list(CAPACITY), choices=CAPACITY)
     options.add_argument(
-        "--rotate", action="store_true", help="one sharding for each family and number of ranks, in turn"
+        "--rotate", action="store_true", help="take one sharding for each family and number of ranks, in turn"
     )
     arguments = options.parse_args()
     load = os.getloadavg()[0]

@@ -215,11 +215,22 @@ def worst(measured: list[float], expected: list[float]) -> float:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=8, help="optimizer steps of a case (default: %(default)s)")
-    options.add_argument("--documents", type=int, default=8, help="of a step (default: %(default)s)")
-    options.add_argument("--capacity", type=int, default=4096, help="tokens of a rank (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=2, help="of all cases, in turn (default: %(default)s)")
-    options.add_argument("--profile-seconds", type=float, default=60.0, help="of the profile (default: %(default)s)")
+    options.add_argument(
+        "--steps", type=int, default=8, help="run so many optimizer steps of a case (default: %(default)s)"
+    )
+    options.add_argument(
+        "--documents", type=int, default=8, help="put so many documents into a step (default: %(default)s)"
+    )
+    options.add_argument(
+        "--capacity", type=int, default=4096, help="hold so many tokens on a rank (default: %(default)s)"
+    )
+    options.add_argument("--rounds", type=int, default=2, help="run all cases in turn, so often (default: %(default)s)")
+    options.add_argument(
+        "--profile-seconds",
+        type=float,
+        default=60.0,
+        help="measure the profile for so many seconds (default: %(default)s)",
+    )
     given = options.parse_args()
     load = getloadavg()[0]
     settings = Settings(given.steps, given.documents, given.capacity, given.profile_seconds)

@@ -175,18 +175,29 @@ def summarise(runs: list[Run], clock: str) -> dict[str, float]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--steps", type=int, default=21, help="optimizer steps (default: %(default)s)")
-    options.add_argument("--documents", type=int, default=9, help="of a step (default: %(default)s)")
-    options.add_argument("--capacity", type=int, default=2048, help="tokens of a rank (default: %(default)s)")
-    options.add_argument("--profile-seconds", type=float, default=90.0, help="of each profile (default: %(default)s)")
+    options.add_argument("--steps", type=int, default=21, help="run so many optimizer steps (default: %(default)s)")
+    options.add_argument(
+        "--documents", type=int, default=9, help="put so many documents into a step (default: %(default)s)"
+    )
+    options.add_argument(
+        "--capacity", type=int, default=2048, help="hold so many tokens on a rank (default: %(default)s)"
+    )
+    options.add_argument(
+        "--profile-seconds",
+        type=float,
+        default=90.0,
+        help="measure each profile for so many seconds (default: %(default)s)",
+    )
     options.add_argument("--ranks", type=int, nargs="+", choices=list(WORLDS), default=list(WORLDS))
     options.add_argument(
         "--recalibrate-steps",
         type=int,
         default=0,
-        help="let the trainer recalibrate, too (default: %(default)s, never)",
+        help="let the trainer recalibrate after so many steps, too (default: %(default)s, never)",
     )
-    options.add_argument("--clock", choices=("wall", "cpu"), help="default: wall on 2 ranks, cpu on 4")
+    options.add_argument(
+        "--clock", choices=("wall", "cpu"), help="count time by this clock (default: wall on 2 ranks, cpu on 4)"
+    )
     given = options.parse_args()
     load = os.getloadavg()[0]
     settings = Settings(given.steps, given.documents, given.capacity, given.profile_seconds)

@@ -277,10 +277,12 @@ def main() -> int:
 
 def _arguments() -> argparse.Namespace:
     options = parser(__doc__)
-    options.add_argument("--ranks", nargs="+", type=int, default=[1, 4, 16, 64], help="default: %(default)s")
-    options.add_argument("--servers", type=int, default=2, help="document servers (default: %(default)s)")
     options.add_argument(
-        "--pace", type=float, default=2.0, help="seconds that a step lasts at most (default: %(default)s)"
+        "--ranks", nargs="+", type=int, default=[1, 4, 16, 64], help="load for so many ranks (default: %(default)s)"
+    )
+    options.add_argument("--servers", type=int, default=2, help="start so many document servers (default: %(default)s)")
+    options.add_argument(
+        "--pace", type=float, default=2.0, help="let a step last so many seconds at most (default: %(default)s)"
     )
     arguments = options.parse_args()
     if min(*arguments.ranks, arguments.servers) < 1 or arguments.pace <= 0:

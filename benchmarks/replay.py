@@ -49,7 +49,9 @@ COLUMNS = dict.fromkeys(("batches", "messages without another end", *(f"stuck, {
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--ranks", nargs="+", type=int, default=list(RANKS), help="default: %(default)s")
+    options.add_argument(
+        "--ranks", nargs="+", type=int, default=list(RANKS), help="replay so many ranks (default: %(default)s)"
+    )
     arguments = options.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]

@@ -206,7 +206,9 @@ def compared(
 
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
-    made.add_argument("--steps", type=int, default=200, metavar="N", help="of each experiment (200)")
+    made.add_argument(
+        "--steps", type=int, default=200, metavar="N", help="average so many steps of each experiment (200)"
+    )
     return made.parse_args()
 
 

@@ -105,9 +105,11 @@ def balance(steps: int, figures: dict[str, float]) -> list[dict[str, str]]:
 def arguments() -> argparse.Namespace:
     made = parser(__doc__)
     made.add_argument(
-        "--seeds", type=int, default=3, metavar="N", help="global batches of each number of documents (3)"
+        "--seeds", type=int, default=3, metavar="N", help="draw so many global batches of each number of documents (3)"
     )
-    made.add_argument("--steps", type=int, default=5, metavar="N", help="of each experiment of ByteScale's (5)")
+    made.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="average so many steps of each of ByteScale's experiments (5)"
+    )
     return made.parse_args()
 
 

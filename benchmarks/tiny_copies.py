@@ -181,7 +181,7 @@ def unseen_tokens(model: Any, input_ids: torch.Tensor) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model_types", nargs="*", help="default: all")
+    parser.add_argument("model_types", nargs="*", help="copy these model types (default: all)")
     parser.add_argument("--check", action="store_true", help="exit with 1 if a model type has no tiny copy")
     parser.add_argument("--json", type=Path, help="write all that was measured")
     arguments = parser.parse_args()

@@ -149,7 +149,9 @@ def in_a_process(case: Case) -> dict[str, float]:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="default: all")
+    options.add_argument(
+        "--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help="trace these cases (default: all)"
+    )
     arguments = options.parse_args()
     load = os.getloadavg()[0]
     rows, figures = compare(arguments.only, in_a_process)

@@ -144,24 +144,44 @@ COLUMNS = {
 def main() -> int:
     options = parser(__doc__)
     options.add_argument(
-        "--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES)
+        "--cases",
+        nargs="+",
+        choices=CASES,
+        default=list(CASES),
+        metavar="CASE",
+        help=f"run these cases: {', '.join(CASES)}",
     )
-    options.add_argument("--only", nargs="+", choices=WAYS, metavar="WAY", help=f"of {', '.join(WAYS)}")
-    options.add_argument("--steps", type=int, default=2, help="optimizer steps, at least 2 (default: %(default)s)")
-    options.add_argument("--longest", type=int, default=8192, help="tokens of a document (default: %(default)s)")
+    options.add_argument(
+        "--only", nargs="+", choices=WAYS, metavar="WAY", help=f"train in these ways: {', '.join(WAYS)}"
+    )
+    options.add_argument(
+        "--steps", type=int, default=2, help="run so many optimizer steps, at least 2 (default: %(default)s)"
+    )
+    options.add_argument(
+        "--longest", type=int, default=8192, help="give the longest document so many tokens (default: %(default)s)"
+    )
     options.add_argument(
         "--capacity",
         type=int,
-        help="tokens of a rank in the mixture, ours (default: --longest); else half of --longest",
+        help="let ours hold so many tokens on a rank in the mixture (default: --longest; in other cases half of it)",
     )
-    options.add_argument("--pack-lengths", type=int, nargs="+", help="(default: --longest, and twice that)")
-    options.add_argument("--vocabulary", type=int, default=1024, help="of the model (default: %(default)s)")
-    options.add_argument("--repeats", type=int, default=3, help="medians of so many rounds (default: %(default)s)")
+    options.add_argument(
+        "--pack-lengths", type=int, nargs="+", help="pack to so many tokens (default: --longest, and twice that)"
+    )
+    options.add_argument(
+        "--vocabulary",
+        type=int,
+        default=1024,
+        help="give the model a vocabulary of so many tokens (default: %(default)s)",
+    )
+    options.add_argument(
+        "--repeats", type=int, default=3, help="take the median of so many rounds (default: %(default)s)"
+    )
     options.add_argument(
         "--profile-seconds",
         type=float,
         default=60.0,
-        help="how long this machine's speed is measured first, for the plans of ours; 0: a preset's (default: %(default)s)",
+        help="measure this machine's speed for so many seconds first, for our plans; 0: take a preset (default: %(default)s)",
     )
     given = options.parse_args()
     with tempfile.TemporaryDirectory() as folder:

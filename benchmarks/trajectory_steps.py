@@ -234,15 +234,26 @@ def main() -> int:
 def _arguments() -> Any:
     options = parser(__doc__)
     options.add_argument("--ranks", type=int, nargs="+", choices=list(CLOCKS), default=list(CLOCKS))
-    options.add_argument("--batches", type=int, default=3, help="of documents (default: %(default)s)")
-    options.add_argument("--documents", type=int, default=12, help="of a step (default: %(default)s)")
-    options.add_argument("--rounds", type=int, default=3, help="medians of so many (default: %(default)s)")
-    options.add_argument("--profile-seconds", type=float, default=45.0, help="of each profile (default: %(default)s)")
+    options.add_argument(
+        "--batches", type=int, default=3, help="draw so many batches of documents (default: %(default)s)"
+    )
+    options.add_argument(
+        "--documents", type=int, default=12, help="put so many documents into a step (default: %(default)s)"
+    )
+    options.add_argument(
+        "--rounds", type=int, default=3, help="take the median of so many rounds (default: %(default)s)"
+    )
+    options.add_argument(
+        "--profile-seconds",
+        type=float,
+        default=45.0,
+        help="measure each profile for so many seconds (default: %(default)s)",
+    )
     options.add_argument(
         "--before",
         default=BEFORE_ANY_LENGTHS,
         metavar="COMMIT",
-        help="whose planner is compared (default: %(default)s)",
+        help="compare with the planner of this commit (default: %(default)s)",
     )
     given = options.parse_args()
     if min(given.batches, given.documents, given.rounds) < 1:

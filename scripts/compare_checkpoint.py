@@ -123,12 +123,20 @@ def problem(drop: Fall, run: dict[str, float], tolerance: float) -> str | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("before", help="a checkpoint directory")
-    parser.add_argument("after", help="another")
-    parser.add_argument("--documents", required=True, help="a directory made by save_to_disk, with a column input_ids")
+    parser.add_argument("before", help="directory of the first checkpoint")
+    parser.add_argument("after", help="directory of the checkpoint that is compared with it")
+    parser.add_argument(
+        "--documents",
+        required=True,
+        help="read documents from this directory, made by save_to_disk, with a column input_ids",
+    )
     parser.add_argument("--split", default="test")
-    parser.add_argument("--dtype", choices=list(TOLERANCES), help="what products are computed in; default: the run's")
-    parser.add_argument("--tolerance", type=float, help="between these losses and the run's. Default: by the dtypes")
+    parser.add_argument("--dtype", choices=list(TOLERANCES), help="compute products in this dtype (default: the run's)")
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        help="allow this difference between these losses and the run's (default: by the dtypes)",
+    )
     args = parser.parse_args()
 
     os.environ.setdefault("TQDM_DISABLE", "1")

