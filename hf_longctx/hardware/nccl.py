@@ -107,11 +107,6 @@ class Communicator:
             pair //= 2
         return pair
 
-    def message_bytes(self, version: Version = NCCL_OF_TORCH) -> float:
-        """Bytes/s of one message at most: over NVLink in one node, else over a network."""
-        channel = CHANNEL_INSIDE_BYTES if self.ranks_here == self.ranks else CHANNEL_NET_BYTES
-        return self.channels_of_a_pair(version) * channel
-
     def collective_bytes(self) -> int:
         """Device memory of a ring, which is there once a collective has run; nothing for a single rank."""
         return self.channels * PAIR_BYTES if self.ranks > 1 else 0

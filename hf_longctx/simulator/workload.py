@@ -40,12 +40,11 @@ from hf_longctx.planner.compiled import compiled, planning
 from hf_longctx.planner.memory.memory_model import FORWARD_SHARE
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import FULL
+from hf_longctx.simulator.events import COMPILING
 from hf_longctx.simulator.units import UnitColumns, unit_columns
 
 SECONDS = 3e-5
 """A core's, interpreted, for each member of a unit."""
-COMPILING = 5.0
-"""A core's seconds that compiling takes."""
 GRADIENT_BYTES = 4
 """Bytes of an element of a key's or value's gradient on its way back."""
 
