@@ -60,31 +60,13 @@ def install(
     Raises:
         ValueError: see there. The model is then unchanged.
     """
-    if kernel != "auto" and kernel not in KERNELS:
-        raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
-    if loss_chunk_tokens < 1:
-        raise ValueError(
-            f"loss_chunk_tokens={loss_chunk_tokens}: at least one row of logits must exist; the default is 1024"
-        )
+    _refuse_settings(kernel, loss_chunk_tokens, mlp_tile_tokens)
     refuse_row_adapters(model)
-    if mlp_tile_tokens < 0:
-        raise ValueError(f"mlp_tile_tokens={mlp_tile_tokens} must be a number of tokens, or 0 for no tiles")
     language_model = language_model_of(model)
     if loaded_stages(language_model) > 1:
         adopt_stages(language_model)
     attention = attention_layers(language_model)
-    refuse_rows_that_meet(language_model)
-    config = language_model.config
-    for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
-        cls.check_config(config)
-    if traits is not None and traits.alone:
-        own_forward_needed = needs_own_logits(language_model)
-    else:
-        if attention:
-            refuse_random_attention(config.get_text_config(decoder=True))
-        else:
-            refuse_unreachable(language_model)
-        own_forward_needed = needs_own_forward(language_model)
+    own_forward_needed = _refuse_model(language_model, attention, traits)
     tiled = {module for module in language_model.modules() if type(module) in TILED_MLPS or runs_in_tiles(module)}
     if mlp_tile_tokens and not tiled:
         raise ValueError(
@@ -95,39 +77,21 @@ def install(
     set_compiled(language_model, compile_layers, COMPILED_LAYERS)
     already = is_patched(language_model)
     liger_here = liger_kernels and not compile_layers and liger.installed()
-    for module in attention or [
-        language_model
-    ]:  # without such layers, masks carry the layout, and the model the settings
+    # Without attention layers of ours, masks carry the layout, and the model the settings.
+    for module in attention or [language_model]:
         module.__class__ = ATTENTION_CLASSES.get(type(module), type(module))
         module.longctx_kernel = kernel
         module.longctx_keep_last_slice = keep_last_slice
         module.longctx_liger = liger_here
-    for module in language_model.modules():
-        if type(module) in LIGER_NORMS:
-            _set_forward(module, liger.LigerNorm(module) if liger_here else None, liger.LigerNorm)
-        elif module in tiled:
-            is_swiglu = type(module) in LIGER_MLPS and module.config.hidden_act == "silu"
-            run = liger.gated_mlp if liger_here and is_swiglu else own_forward
-            changed = mlp_tile_tokens or run is not own_forward
-            _set_forward(module, MlpForward(module, run, mlp_tile_tokens) if changed else None, MlpForward)
-    if config.model_type in EAGER_MODELS:
-        config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
-    elif traits is None or traits.in_masks:
-        name = NAME if runs_sdpa(language_model) or attention else NAME_OF_EAGER
-        language_model.set_attn_implementation(_names(config, attention, name))
-    if (
-        language_model.__dict__.get("is_quantized") is False
-    ):  # its weights were packed, and expanded as they were loaded
+    _set_norms_and_mlps(language_model, tiled, mlp_tile_tokens, liger_here)
+    _set_implementation(language_model, attention, traits)
+    if language_model.__dict__.get("is_quantized") is False:  # its packed weights were expanded as they were loaded
         # transformers would save them under the names of packed ones, which no model finds again (seen of MXFP4 in 5.23).
         language_model._weight_conversions = None
     language_model.longctx_loss_chunk_tokens = loss_chunk_tokens
     language_model.longctx_own_logits = own_forward_needed
     if traits is not None:
-        language_model.longctx_traits = traits
-        language_model.longctx_implementation = config.get_text_config(decoder=True)._attn_implementation
-        for module in traits.modules_by_document(language_model):
-            if not isinstance(module.__dict__.get("forward"), DocumentWise):
-                module.forward = DocumentWise(module)
+        _set_traits(language_model, traits)
     if not already:
         if cut_of(language_model) is None:
             install_forward(language_model, head_forward)
@@ -136,6 +100,67 @@ def install(
         if (base_forward := BASE_FORWARDS.get(type(language_model.base_model))) is not None:
             install_forward(language_model.base_model, base_forward)
     return model
+
+
+def _refuse_settings(kernel: str, loss_chunk_tokens: int, mlp_tile_tokens: int) -> None:
+    if kernel != "auto" and kernel not in KERNELS:
+        raise ValueError(f"kernel={kernel!r} is unknown; valid: auto, {', '.join(KERNELS)}")
+    if loss_chunk_tokens < 1:
+        raise ValueError(
+            f"loss_chunk_tokens={loss_chunk_tokens}: at least one row of logits must exist; the default is 1024"
+        )
+    if mlp_tile_tokens < 0:
+        raise ValueError(f"mlp_tile_tokens={mlp_tile_tokens} must be a number of tokens, or 0 for no tiles")
+
+
+def _refuse_model(language_model: Any, attention: list[Any], traits: Traits | None) -> bool:
+    """Refuse a model that cannot run over a layout. Returns whether it needs its own forward, or logits, for the loss.
+
+    Args:
+        attention: its `attention_layers`.
+    """
+    refuse_rows_that_meet(language_model)
+    config = language_model.config
+    for cls in {ATTENTION_CLASSES.get(type(module), type(module)) for module in attention}:
+        cls.check_config(config)
+    if traits is not None and traits.alone:
+        return needs_own_logits(language_model)
+    if attention:
+        refuse_random_attention(config.get_text_config(decoder=True))
+    else:
+        refuse_unreachable(language_model)
+    return needs_own_forward(language_model)
+
+
+def _set_norms_and_mlps(language_model: Any, tiled: set[Any], mlp_tile_tokens: int, liger_here: bool) -> None:
+    """Let norms and MLPs run Liger's kernels where they are wanted, and the MLPs `tiled` in tiles of so many tokens."""
+    for module in language_model.modules():
+        if type(module) in LIGER_NORMS:
+            _set_forward(module, liger.LigerNorm(module) if liger_here else None, liger.LigerNorm)
+        elif module in tiled:
+            is_swiglu = type(module) in LIGER_MLPS and module.config.hidden_act == "silu"
+            run = liger.gated_mlp if liger_here and is_swiglu else own_forward
+            changed = mlp_tile_tokens or run is not own_forward
+            _set_forward(module, MlpForward(module, run, mlp_tile_tokens) if changed else None, MlpForward)
+
+
+def _set_implementation(language_model: Any, attention: list[Any], traits: Traits | None) -> None:
+    """Choose the attention implementation of transformers that takes layouts."""
+    config = language_model.config
+    if config.model_type in EAGER_MODELS:
+        config._attn_implementation = "eager"  # the one that they have, whatever they were loaded with
+    elif traits is None or traits.in_masks:
+        name = NAME if runs_sdpa(language_model) or attention else NAME_OF_EAGER
+        language_model.set_attn_implementation(_names(config, attention, name))
+
+
+def _set_traits(language_model: Any, traits: Traits) -> None:
+    """Keep the traits on the model, and run the modules that they name on each document alone."""
+    language_model.longctx_traits = traits
+    language_model.longctx_implementation = language_model.config.get_text_config(decoder=True)._attn_implementation
+    for module in traits.modules_by_document(language_model):
+        if not isinstance(module.__dict__.get("forward"), DocumentWise):
+            module.forward = DocumentWise(module)
 
 
 def attention_layers(model: Any) -> list[Any]:
