@@ -64,9 +64,8 @@ def dry_run(
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
     from hf_longctx.hardware.devices import said_of_speeds
-    from hf_longctx.models.documents import documents_of, positions_of
+    from hf_longctx.models.documents import documents_of
     from hf_longctx.planner import Topology
-    from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers
     from hf_longctx.precision import with_precision
 
     if ranks % nodes:
@@ -85,14 +84,7 @@ def dry_run(
     if config.training.get("use_cpu") and not on_cpu:
         console.print(f"device    {device}, which is no processor: shown as with {ON_GPUS}", markup=False)
         overrides = [*overrides, ON_GPUS]
-    weights = [(weight.numel(), weight.requires_grad) for weight in run.model.parameters()]
-    trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
-    console.print(f"model     {run.model.config.model_type}, {total:,} weights, {trained:,} of them trained")
-    if config.model.load_in_4bit:
-        console.print("          frozen weights are counted in 2 bytes each; in 4 bits they take a quarter")
-    if precision is not None:
-        console.print(f"precision {precision.computes} (bf16: auto; {precision.reason})", soft_wrap=True, markup=False)
-    console.print(f"sharding  {run.world.sharding} ({run.why})")
+    _show_model(console, config, run, precision)
     share = round(1000 * run.plugin.activation_offload)
     capacity = run.plugin.capacity
     if not capacity:
@@ -104,11 +96,7 @@ def dry_run(
     world = run.world
     stages = world.stages
     if stages > 1:
-        layers = stage_layers(run.model.config, stages * run.plugin.virtual_stages, capacity)
-        spread = describe_stages(run.model.config, layers, capacity)
-        console.print(
-            f"pipeline  {stages} stages of {world.processes_of_stage} rank(s), {run.plugin.pipeline_schedule}; {spread}"
-        )
+        _show_stages(console, run, capacity)
     topology = Topology(
         world.ranks,
         capacity,
@@ -117,19 +105,7 @@ def dry_run(
         stages=stages,
         documents=documents_of(run.model),
     )
-    if topology.stay_whole:
-        how, why = (
-            "packed with others",
-            "what the model's layers carry along a document does not pass from rank to rank",
-        )
-        if topology.documents == "alone":
-            how, why = "alone in its micro-batch", "no layout reaches the model's attention, and the plain model runs"
-        console.print(
-            f"whole     each document lies on one rank, {how}, with at most {topology.longest_document:,} tokens: {why}",
-            soft_wrap=True,
-        )
-    if (positions := positions_of(run.model)) is not None:
-        console.print(f"positions documents of at most {positions}, where the model's positions end", markup=False)
+    _show_limits(console, run, topology)
     gpu = None if on_cpu else device or _gpu_here().name
     profile = run.plugin.profile or (device if device is not None and device.endswith(".json") else None)
     if profile is not None:
@@ -160,6 +136,47 @@ def dry_run(
         console.print("FIRST_NODE: a name of the first node that the others know", markup=False)
     if not fits:
         raise typer.Exit(1)
+
+
+def _show_model(console: Console, config: Config, run: Planned, precision: Decision | None) -> None:
+    weights = [(weight.numel(), weight.requires_grad) for weight in run.model.parameters()]
+    trained, total = (sum(count for count, learns in weights if learns or every) for every in (False, True))
+    console.print(f"model     {run.model.config.model_type}, {total:,} weights, {trained:,} of them trained")
+    if config.model.load_in_4bit:
+        console.print("          frozen weights are counted in 2 bytes each; in 4 bits they take a quarter")
+    if precision is not None:
+        console.print(f"precision {precision.computes} (bf16: auto; {precision.reason})", soft_wrap=True, markup=False)
+    console.print(f"sharding  {run.world.sharding} ({run.why})")
+
+
+def _show_stages(console: Console, run: Planned, capacity: int) -> None:
+    from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers
+
+    world, plugin = run.world, run.plugin
+    layers = stage_layers(run.model.config, world.stages * plugin.virtual_stages, capacity)
+    spread = describe_stages(run.model.config, layers, capacity)
+    console.print(
+        f"pipeline  {world.stages} stages of {world.processes_of_stage} rank(s), {plugin.pipeline_schedule}; {spread}"
+    )
+
+
+def _show_limits(console: Console, run: Planned, topology: Topology) -> None:
+    """Show what the model does not let documents do: be split, or be longer than its positions."""
+    from hf_longctx.models.documents import positions_of
+
+    if topology.stay_whole:
+        how, why = (
+            "packed with others",
+            "what the model's layers carry along a document does not pass from rank to rank",
+        )
+        if topology.documents == "alone":
+            how, why = "alone in its micro-batch", "no layout reaches the model's attention, and the plain model runs"
+        console.print(
+            f"whole     each document lies on one rank, {how}, with at most {topology.longest_document:,} tokens: {why}",
+            soft_wrap=True,
+        )
+    if (positions := positions_of(run.model)) is not None:
+        console.print(f"positions documents of at most {positions}, where the model's positions end", markup=False)
 
 
 def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capacity: int, share: int) -> bool:
