@@ -149,7 +149,10 @@ def prepare(
 
 
 def _units(source: Source, unit_bytes: int | None) -> list[Unit]:
-    """Enough of them to keep processes busy to the end, in sizes that depend on the source alone and seldom change."""
+    """Cut a source into enough units to keep all processes busy to the end.
+
+    Their size depends on the source alone and seldom changes as it grows.
+    """
     units = source.units(unit_bytes or UNIT_BYTES)
     if unit_bytes is not None:
         return units
@@ -221,7 +224,7 @@ def _shard(unit: Unit, number: int, folder: Path) -> Shard:
 
 @contextmanager
 def _pool(workers: int, tokenisations: Sequence[Tokenisation]) -> Iterator[Executor | None]:
-    """None: work is done in this process."""
+    """Yield a pool of `workers` processes; None for one worker, which is this process."""
     if workers == 1:
         _begin(tokenisations)
         yield None
@@ -253,23 +256,27 @@ def _in_order(pool: Executor | None, jobs: Iterable[tuple[Any, ...]], pending: i
     # Where a limit is reached before, the pool's end cancels what is ahead.
 
 
+def _nothing_left(parts: Sequence[Part], taken: list[list[Shard]], sources: list[SourceCounts]) -> str:
+    """Return the message where no document is left, with all that was left out and the first reason."""
+    tally = ", ".join(
+        f"{counts.name}: {counts.bad_rows} bad rows, {counts.empty_rows} with nothing to learn" for counts in sources
+    )
+    refused = [refusal for shards in taken for shard in shards for refusal in shard.refused]
+    first = f". The first row refused is {refused[0][0]}: {refused[0][1]}" if refused else ""
+    limits = "".join(
+        f". The first document of {part.name} has more than max_tokens={part.max_tokens}"
+        for part, shards in zip(parts, taken)
+        if part.max_tokens is not None and shards and not any(shard.refused for shard in shards)
+    )
+    return f"no document is left ({tally}){first}{limits}"
+
+
 def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path, output: Path | None) -> Path:
-    """The folder of all that was taken: found, or made."""
+    """Return the folder of all documents that were taken, which is made if it is not there yet."""
     sources = [_counts(part.name, shards) for part, shards in zip(parts, taken)]
     kept = [(number, shard) for number, shards in enumerate(taken) for shard in shards if len(shard.lengths)]
     if not kept:
-        tally = ", ".join(
-            f"{counts.name}: {counts.bad_rows} bad rows, {counts.empty_rows} with nothing to learn"
-            for counts in sources
-        )
-        refused = [refusal for shards in taken for shard in shards for refusal in shard.refused]
-        first = f". The first row refused is {refused[0][0]}: {refused[0][1]}" if refused else ""
-        limits = "".join(
-            f". The first document of {part.name} has more than max_tokens={part.max_tokens}"
-            for part, shards in zip(parts, taken)
-            if part.max_tokens is not None and shards and not any(shard.refused for shard in shards)
-        )
-        raise PrepareError(f"no document is left ({tally}){first}{limits}")
+        raise PrepareError(_nothing_left(parts, taken, sources))
     shards = [(shard.path.stem, len(shard.lengths)) for _, shard in kept]
     largest, labels = max(shard.largest_id for _, shard in kept), any(shard.labels for _, shard in kept)
     text = Manifest(sources, shards, largest, labels).to_json()
