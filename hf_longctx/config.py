@@ -314,7 +314,7 @@ def _model_in(annotation: Any) -> type[BaseModel] | None:
 
 
 def _unknown(key_path: KeyPath, given: Any, valid: Iterable[str], owner: str | None = None) -> str:
-    """`owner` documents the valid keys where they are too many to be listed."""
+    """Return the message about an unknown key, with the valid ones, or with the `owner` that documents them if there are many."""
     key, valid = key_path[-1], list(valid)
     problem = f"unknown key (value {shown(given)})"
     if near := did_you_mean(key, valid):

@@ -268,8 +268,9 @@ LEAVING_SECONDS = 10.0
 
 
 def _leave_gloo_together() -> None:
-    """At the end of a program that did not fail: gloo threads of a rank whose peers have left abort it (seen in 1 of
-    7 runs).
+    """Wait for the other ranks at the end of a program that did not fail.
+
+    Otherwise gloo threads of a rank whose peers have left abort it (seen in 1 of 7 runs).
 
     A rank that leaves in the middle (sys.exit in a callback) must not wait for peers that wait for it: after
     LEAVING_SECONDS it goes, its connections close, and they fail at once.

@@ -82,7 +82,7 @@ def own_groups(
 
 
 def _free_forgotten() -> None:
-    """Those whose owners are gone on all ranks."""
+    """Destroy the groups whose owners are gone on all ranks."""
     world = dist.group.WORLD
     _made[:] = [entry for entry in _made if entry.world() is world]  # those of a former job ended with it
     if not _made:

@@ -21,7 +21,7 @@ class KeptAttention:
         put: Callable[[torch.Tensor], Any] = lambda tensor: tensor,
         get: Callable[[Any], torch.Tensor] = lambda kept: kept,
     ) -> None:
-        """`put` and `get`: how a tensor is kept and comes back (training/memory/activation_offload.py)."""
+        """Keep tensors by `put`, and return them by `get` (training/memory/activation_offload.py)."""
         self._put, self._get = put, get
         self._called = False
         self._kept: list[Any] = []

@@ -233,7 +233,7 @@ class _Fetching:
             self._start([])
 
     def pass_one(self) -> None:
-        """A round has come: the next one starts, and its slices are computed with."""
+        """Start the next round after one has arrived, and hand out the slices that arrived."""
         # Slices of the round before have been computed with, and what this one passed on of them has left.
         self._room.give_back(self._leaving + self._computed)
         self._computed, self._arriving, self._leaving = self._arriving, [], []
@@ -241,12 +241,12 @@ class _Fetching:
             self._start(self._computed)
 
     def end(self) -> None:
-        """The last slices have been computed with."""
+        """Give back the slices of the last round, after they have been computed with."""
         self._room.give_back(self._computed)
         self._computed = []
 
     def _start(self, before: list[_Slice]) -> None:
-        """`before`: the slices of the round before, from which this one passes on."""
+        """Prepare the next round; it passes on slices that arrived in the round `before`."""
         index = self._left.pop(0)
         round, fetch = self._rounds[index], Fetch()
         receives = enumerate(round.receives)
@@ -291,7 +291,7 @@ class _Returning:
         """the position, and what arrives and leaves"""
 
     def computed(self, position: int, index: int) -> Computed:
-        """The slices of a round are computed with; then a round of gradients starts."""
+        """Return the sums that a round of slices is computed into, and start to return the gradients that are complete then."""
         begins: list[RowSum] = []
         receives = []
         for number, receive in enumerate(self._schedule.rounds[index].receives):
@@ -310,7 +310,7 @@ class _Returning:
         return self._slices[index, number][1]
 
     def start(self, position: int) -> Return | None:
-        """The round before has come back, and this one starts."""
+        """Start a round of gradients, after the one before it has arrived."""
         self.settle()
         sends, receives = self._returns[position] if position < self.count else ([], [])
         if not sends and not receives:

@@ -95,7 +95,7 @@ class InnerGroup:
 
 
 def inner_group(layout: Layout, rank: int) -> InnerGroup:
-    """Derived once for each layout and kept with it."""
+    """Return the inner group of a rank, which is derived once for each layout and kept with it."""
     key = ("inner group", rank)
     if key not in layout.derived:
         layout.derived[key] = _derive(layout, rank)

@@ -97,8 +97,10 @@ def _ranks(step: Step) -> int:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """`loss.backward()`, in which the modes of torch functions stay on: they are off while one of them is asked about a call, and
-    it is asked about `backward`, inside which layers are computed again."""
+    """Run `loss.backward()` with the modes of torch functions left on.
+
+    A mode that is asked about a call is off during that call. It would be asked about `backward`, and so be off while layers
+    are computed again."""
     torch.autograd.graph._engine_run_backward(
         (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
     )

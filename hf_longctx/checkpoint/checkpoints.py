@@ -114,8 +114,8 @@ class Checkpoints:
 
     @contextmanager
     def for_training(self, asked: Any) -> Iterator[str | None]:
-        """Around training: hold the output directory alone, end in order on SIGTERM, and finish what is being written when
-        training fails. Gives the folder of the checkpoint to resume, or None.
+        """Hold the output directory alone while training runs, end in order on SIGTERM, and finish what is being written when
+        training fails. Yields the folder of the checkpoint to resume, or None.
 
         Args:
             asked: a folder; True: the newest valid checkpoint of the output directory, an error where there is none; "auto": the
@@ -319,7 +319,7 @@ class Checkpoints:
             processing.save_pretrained(folder)
 
     def let_weights_change(self) -> None:
-        """Before an optimizer step: wait until what is being saved has been copied."""
+        """Wait until what is being saved has been copied; called before an optimizer step."""
         with self._counted():
             self.writer.copied()
             if self.writer.done:

@@ -38,7 +38,7 @@ def public_arguments(args: Any) -> str:
 
 @contextmanager
 def whole_state_dict(state: Any) -> Iterator[None]:
-    """While Trainer saves a model: let FSDP gather it whole, also where checkpoints are in parts. With accelerate's default of
+    """Let FSDP gather the whole model while Trainer saves it, also where checkpoints are in parts. With accelerate's default of
     SHARDED_STATE_DICT, Trainer would save nothing.
 
     Args:
@@ -58,7 +58,7 @@ def whole_state_dict(state: Any) -> Iterator[None]:
 
 @contextmanager
 def saved_as_peft(trainer: Any) -> Iterator[None]:
-    """While Trainer saves a model: let it see the whole of one with adapters of which this process has some stages."""
+    """Let Trainer save the whole of a model with adapters of which this process holds only some stages."""
     trained, trainer.model = trainer.model, as_peft_saves(trainer.model)
     try:
         yield

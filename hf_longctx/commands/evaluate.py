@@ -100,7 +100,7 @@ def evaluate(
     lengths: Annotated[
         str | None,
         typer.Option(
-            help="Hide something in texts of so many tokens; by default 1024,4096, or 1024 on processors.",
+            help="Hide a passkey or needle in texts of so many tokens; by default 1024,4096, or 1024 on processors.",
             show_default=False,
         ),
     ] = None,
@@ -128,7 +128,7 @@ def evaluate(
         ),
     ] = None,
     dtype: Annotated[InferenceDtype, typer.Option(help=DTYPE_HELP)] = "auto",
-    seed: Annotated[int, typer.Option(min=0, help="Draw what is hidden, and where, by this seed.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Draw by this seed what is hidden and where.")] = 0,
     ranks: Annotated[
         int | None,
         typer.Option(min=1, help="Start so many processes; by default one per GPU here.", show_default=False),

@@ -155,8 +155,13 @@ def _looked_at(look_at: Callable[[str, str], tuple[str, str]], data: str | None,
 
 
 def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | None, bf16: bool = True) -> Way | None:
-    """The first way in which ranks hold a document of so many tokens; None: there is none. Sizes of `config` as transformers
-    names them; lora: None leaves the choice; bf16: whether the device computes in bfloat16."""
+    """Return the first way in which the ranks can hold a document of `context` tokens, or None if there is none.
+
+    Args:
+        config: sizes of the model, as transformers names them.
+        lora: whether to train adapters; None leaves the choice.
+        bf16: whether the device computes in bfloat16.
+    """
     needed = -(-context // ranks)
     for adapters in (False, True) if lora is None else (lora,):
         ways = [way for way in _ways(config, room, ranks, context, adapters, bf16) if way.capacity >= needed]
@@ -196,7 +201,7 @@ def _memory(config: Any, room: Room, sharding: str, ranks: int, dtype: str, lora
 
 
 def _capacity(memory: MemoryModel, room: Room, offload: float, context: int) -> int:
-    """Tokens, in whole thousands where there are some."""
+    """Return the tokens that a rank holds at once, in whole thousands from a thousand on; 0 if the model does not fit."""
     share = round(1000 * offload)
     try:
         tokens = memory.capacity(room.device, room.reserve, share)

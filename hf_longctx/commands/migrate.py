@@ -32,8 +32,8 @@ def migrate(
         Path | None,
         typer.Option(help="Write this YAML file. By default FILE's name with -hf_longctx.", show_default=False),
     ] = None,
-    stack: Annotated[Stack, typer.Option("--from", help="Say whose file it is; auto: tell by its keys.")] = "auto",
-    gpus: Annotated[int, typer.Option(min=1, help="Say how many processes it ran on: its batch is for each.")] = 1,
+    stack: Annotated[Stack, typer.Option("--from", help="Read a file of this stack; auto: tell by its keys.")] = "auto",
+    gpus: Annotated[int, typer.Option(min=1, help="Count with so many processes: the batch in FILE is for each.")] = 1,
 ) -> None:
     """Turn a file of axolotl, LLaMA-Factory or TRL into one of ours.
 

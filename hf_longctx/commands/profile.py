@@ -50,7 +50,7 @@ def profile(
     ] = "random",
     ranks: Annotated[int, typer.Option(min=1, help="Start so many processes, unless a launcher did.")] = 1,
     threads: Annotated[
-        int | None, typer.Option(min=1, help="Give each process so many. By default cores / processes.")
+        int | None, typer.Option(min=1, help="Give each process so many threads. By default cores / processes.")
     ] = None,
     output: Annotated[Path, typer.Option(help="Write the profile, JSON, to this file.")] = Path("profile.json"),
     quick: Annotated[bool, typer.Option("--quick", help="Take 20 seconds instead of 2 minutes.")] = False,
@@ -77,7 +77,7 @@ def profile(
     ] = None,
     clock: Annotated[
         str | None,
-        typer.Option(help="Count by wall or cpu. By default wall, or cpu where there are more threads than cores."),
+        typer.Option(help="Count wall or CPU time. By default wall, or cpu where there are more threads than cores."),
     ] = None,
     cpu: Annotated[bool, typer.Option("--cpu", help="Run on processors, even if there is a GPU.")] = False,
 ) -> None:

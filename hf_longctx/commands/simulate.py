@@ -54,7 +54,7 @@ def simulate(
     cluster: Annotated[str, typer.Option(help=f"Use {', '.join(CLUSTERS)}; or a profile's file.")] = "h100",
     attention: Annotated[
         str | None,
-        typer.Option(help="Attend by flash_attn_3, not by flash_attn_2.", show_default=False),
+        typer.Option(help="Attend by flash_attn_2 or flash_attn_3.", show_default=False),
     ] = None,
     gpus: Annotated[int, typer.Option(min=1, help="Use so many GPUs or NPUs in all.")] = 64,
     context: Annotated[str, typer.Option(help="Cut documents beyond so many tokens.")] = "256K",

@@ -75,7 +75,7 @@ class Saved:
             self._given |= {storage._cdata for storage in storages[1:]} - {self._input}
 
     def after_attention(self, own: tuple[torch.Tensor, ...]) -> None:
-        """Attention has run, and has kept `own` of itself."""
+        """Count the tensors `own` that attention has kept for its backward."""
         counted = self.of_layer.setdefault(self.layer, LayerSaved())
         counted.attention_output += sum(tensor.untyped_storage().nbytes() for tensor in own)
         self.attended = True

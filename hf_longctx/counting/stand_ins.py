@@ -29,16 +29,16 @@ FARTHEST = 2**20
 
 
 class Listener(Protocol):
-    """Hears of what the stand-ins are called with."""
+    """Receives what the stand-ins are called with."""
 
     def attended(self, shape: AttentionShape, own: tuple[torch.Tensor, ...]) -> None:
-        """Attention has run; `own`: its output and log-sum-exp, which it keeps itself."""
+        """Note a call of attention, and `own`, the output and log-sum-exp that it keeps itself."""
 
     def routed(self, module: torch.nn.Module, experts: int, per_token: int) -> None:
-        """Tokens were sent to experts."""
+        """Note that a module sends each token to `per_token` of its experts."""
 
     def not_exact(self, note: str) -> None:
-        """Something could not be found out."""
+        """Note something that could not be counted exactly."""
 
 
 LISTENER: ContextVar[Listener] = ContextVar("listener")

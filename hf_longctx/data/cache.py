@@ -21,8 +21,7 @@ def default_cache_dir() -> Path:
 
 @contextmanager
 def naming_cache(folder: Path) -> Iterator[None]:
-    """Around what keeps files in the cache, name the folder where a disk is full or read-only: errors of writing often name
-    nothing."""
+    """Name the folder of the cache in errors of a full or read-only disk, which often name no file themselves."""
     try:
         yield
     except OSError as error:

@@ -111,7 +111,7 @@ class LengthAwareCollator:
     """of a pipeline: steps come with the order of its tasks"""
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> RankStep:
-        """features: one mapping per document with `input_ids` and optionally `labels`, of the same length."""
+        """Plan and collate a step. Each document is a mapping with `input_ids` and optionally `labels`, equally long."""
         index = LengthIndex.from_dataset(features)
         documents = [features[i] for i in index.usable]
         lengths, label_tokens = index.lengths[index.usable], index.label_tokens[index.usable]

@@ -63,7 +63,7 @@ class Shard:
 
     @classmethod
     def read(cls, path: Path) -> "Shard | None":
-        """None: it was never finished, or its index is damaged."""
+        """Return the shard in a file, or None if it was never finished or its index is damaged."""
         try:
             with pa.OSFile(str(_index_of(path))) as file, pa.ipc.open_file(file) as reader:
                 table = reader.read_all()

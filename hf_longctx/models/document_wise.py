@@ -138,8 +138,8 @@ def _mask_of(mask: LayoutMask, segment: Segment) -> LayoutMask:
 
 
 def _joined(outputs: list[Any], lengths: list[int], what: str) -> Any:
-    """One output of those of all documents: rows [1, T, ...] or [T, ...] one after another. What else comes with them (attention
-    weights, a state) is no output of a row of documents: None stands for it."""
+    """Join the outputs of all documents: rows [1, T, ...] or [T, ...] one after another. Other outputs (attention weights, a
+    state) cannot be joined by rows and become None."""
     first = outputs[0]
     if isinstance(first, tuple):
         rest = [_rows_of([output[at] for output in outputs], lengths) for at in range(1, len(first))]

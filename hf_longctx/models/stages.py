@@ -139,7 +139,7 @@ class StageOutput:
 
 
 def cut_of(model: Any) -> Cut | None:
-    """None for a whole model. PEFT wrappers are looked through."""
+    """Return how a model was cut into stages, also inside PEFT's wrappers; None for a whole model."""
     return getattr(_bare(model), "longctx_cut", None)
 
 
@@ -232,7 +232,7 @@ def refuse_loading_stages(settings: Any) -> None:
 
 @contextlib.contextmanager
 def loading_stages() -> Iterator[bool]:
-    """While transformers loads a model in stages (DistributedConfig's pp_size), each process reading its part alone:
+    """Mend three limits of transformers while it loads a model in stages (DistributedConfig's pp_size), each process its part:
 
     - stages may have more ranks than share heads: the mesh is [pp_size, HDP ranks, 1, tp_size] (before 5.23 without the 1).
       transformers has no name for ranks that hold the same and knows one of them only;

@@ -149,7 +149,8 @@ def sum_step(
 
 
 def sum_gradients(gradients: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> None:
-    """Over the ranks of a group (default: all), in place. Two buckets are held at a time: one is copied, the other travels."""
+    """Sum gradients over the ranks of a group (default: all), in place. Two buckets are in memory at a time: one is copied while
+    the other travels."""
     in_flight: deque[tuple[list[torch.Tensor], torch.Tensor, Any]] = deque()
 
     def finish_oldest() -> None:

@@ -70,7 +70,7 @@ class ShardedModel:
                     gathered.wait()
 
     def before_micro_batch(self, last: bool) -> None:
-        """`last`: whether this round's backward is the last of the step."""
+        """Set when gradients are reduced and weights freed; `last`: whether this round's backward is the last of the step."""
         for module in self.modules:
             module.set_requires_gradient_sync(self.sharding != "zero1" or last, recurse=False)
             module.set_reshard_after_backward(self.sharding == "zero3" or last, recurse=False)

@@ -134,7 +134,7 @@ class Links:
                 self._let_come(way)
 
     def reach(self, place: int) -> None:
-        """Before the task of this place: what must be received before it is."""
+        """Receive all messages that must arrive before the task of this place."""
         while self._in_order:
             ways = [way for way, messages in self._expected.items() if messages and messages[0].place < place]
             if not ways:

@@ -93,7 +93,7 @@ class Progress:
 
     @contextlib.contextmanager
     def evaluation(self) -> Iterator[None]:
-        """Around an evaluation, which begins with loading data. One that fails stays where it was, for what is said of it."""
+        """Note an evaluation, which begins with loading data. After one that fails, messages still name where it was."""
         after, unbounded = (self.activity, True) if self.unbounded else ("callbacks", False)
         self.evaluating = True
         self.begin("loading data")
@@ -112,8 +112,8 @@ class Progress:
 
     @property
     def order(self) -> tuple[float, ...]:
-        """Less is further behind. Ranks run different numbers of micro-batches and end together: what counts is how many
-        are left."""
+        """Sort key of ranks: the least is furthest behind. Ranks run different numbers of micro-batches and end together, so
+        those that are left count."""
         layer = -math.inf if self.layer is None else -self.layer if self.backward else self.layer
         left = self.micro_batches - self.micro_batch if self.micro_batch else 0
         return (self.step, self.stage, -left, self.backward, layer)

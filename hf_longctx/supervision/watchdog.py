@@ -130,7 +130,7 @@ class Watchdog:
         return self._ended.is_set()
 
     def start(self) -> None:
-        """Called by all ranks, in the thread that trains. Where it has begun: does nothing."""
+        """Start the watchdog's threads, once. All ranks call this, in the thread that trains."""
         job = None if self._threads or self.ended else _job()
         if job is None or job.world_size == 1:
             return
@@ -141,12 +141,12 @@ class Watchdog:
             self._threads.append(thread)
 
     def join(self, job: "Job") -> None:
-        """Takes this thread for the one that trains, as this rank of the job."""
+        """Note that this thread trains, as this rank of the job."""
         self._rank, self._trains, self._pid = job.rank, threading.get_ident(), os.getpid()
         self._look, self._reports = Look(self._every, self._clock), Reports(self._report_after)
 
     def stop(self) -> None:
-        """Tells the others that this rank's training has ended; again: does nothing."""
+        """Tell the others, once, that this rank's training has ended."""
         self._ended.set()
         for thread in self._threads:
             if self._pid == os.getpid() and thread is not threading.current_thread():
@@ -155,8 +155,10 @@ class Watchdog:
 
     @contextmanager
     def explaining(self) -> Iterator[None]:
-        """Around what ranks do together. After an error it tells the others, and stops. The error of a lost contact is given a
-        note of where this rank was, and of the ranks that it waited for; while the run is set up, of those it was about."""
+        """Tell the other ranks of an error in the block, and stop the watchdog then.
+
+        The error of a lost contact gets a note of where this rank was, and while the run is set up also of the ranks that
+        caused it."""
         try:
             yield
         except BaseException as error:
@@ -180,8 +182,9 @@ class Watchdog:
         self.stop()
 
     def _reason(self, stood: float) -> str:
-        """Because of whom a collective has failed in which this rank stood for so many seconds. What has not been said while it
-        stood may take a few looks to be seen."""
+        """Return which ranks made a collective fail in which this rank waited `stood` seconds.
+
+        The judge may need a few more looks to see them."""
         before, self._asking = self._said[0], True
         if before and stood >= self._report_after:
             return self._said[1]
@@ -325,7 +328,7 @@ class Messages:
         self._beat, self._begun = 0, False
 
     def exchange(self, *, left: bool = False) -> None:
-        """Once; `left`: this rank's training has ended."""
+        """Write this rank's state and read the others', once; `left`: whether this rank's training has ended."""
         self._beat += 1
         store = self._store
         with suppress(RuntimeError):  # the store is gone or does not answer: the judge says so

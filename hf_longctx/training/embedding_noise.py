@@ -50,7 +50,7 @@ class EmbeddingNoise:
         self._held: tuple[Layout, int] | None = None
 
     def begin_step(self, step: RankStep, seed: int) -> None:
-        """`seed`: the run's, which a resumed run keeps."""
+        """Begin the noise of a step. The seed is the run's, which a resumed run keeps."""
         self._key = signed_hash(f"neftune {seed} {step.position[0]} {step.position[1]}")
         self._lengths = dict(zip(step.plan.doc.tolist(), step.plan.length.tolist()))
 
@@ -97,13 +97,13 @@ def _mixed(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _shifted(numbers: torch.Tensor, bits: int) -> torch.Tensor:
-    """To the right, with zeros coming in: torch shifts signs."""
+    """Shift bits to the right, with zeros coming in: torch would repeat the sign."""
     return (numbers >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @contextlib.contextmanager
 def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[EmbeddingNoise | None]:
-    """While the context lasts, training forwards of a model over a layout have noise on their embeddings; alpha None: none.
+    """Add noise to the embeddings of training forwards over a layout while the context lasts; none if alpha is None or 0.
 
     Args:
         model: patched; may be wrapped (PEFT), cut into stages, and sharded with FSDP2.

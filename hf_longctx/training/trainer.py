@@ -517,7 +517,7 @@ class LongContextMixin(_Trainer):
         )
 
     def _recalibrate(self, position: tuple[int, int]) -> None:
-        """After every so many steps, all ranks agree on what their times say of the costs that plan the next ones."""
+        """Correct the costs that plan the next steps by what all ranks have measured, every `recalibrate_steps` steps."""
         every = self.recalibration.every
         if every and (self.state.global_step + 1) % every == 0:
             self.run_state.recalibrations += self.recalibration.agree(position)
@@ -581,7 +581,7 @@ class LongContextMixin(_Trainer):
         return EvalLoopOutput(none, none, metrics, num_samples=self.num_examples(dataloader))
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused with a ValueError: it would return the logits of all documents."""
+        """Raise a ValueError: the logits of all documents are never materialised."""
         raise ValueError(
             "predict() returns the logits of all documents, which are never materialised. Valid: evaluate(), or a plain model "
             "over the checkpoint"

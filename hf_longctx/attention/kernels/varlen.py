@@ -110,8 +110,9 @@ class VarlenKernel(ABC):
 
     @abstractmethod
     def run_backward(self, call: VarlenCall, grad_out: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> Triple:
-        """The same with out and lse of the whole attention -> gradients of these rows; the same bits at every call
-        where torch's switch for deterministic algorithms is on."""
+        """Return the gradients of these rows, given out and lse of the whole attention.
+
+        They have the same bits at every call where torch's switch for deterministic algorithms is on."""
 
     def unsupported(self, call: AttentionCall) -> str | None:
         q, alibi = call.q, call.slopes is not None

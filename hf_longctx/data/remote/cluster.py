@@ -159,14 +159,16 @@ def _is_loopback(address: str) -> bool:
 
 
 def _stay_on_loopback() -> None:
-    """Ray takes 127.0.0.1 for the address of this machine: in processes that it starts, and in this one."""
+    """Make Ray take 127.0.0.1 for this machine's address, in this process and in those that it starts."""
     os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False  # read from there when Ray was imported
 
 
 def _bring_token() -> None:
-    """A Ray that is started by a process asks all others for a token, which lies in the user's home. They bring it by
-    themselves only where the process that started Ray is their parent."""
+    """Read the token that Ray asks for, which lies in the user's home.
+
+    Processes bring it by themselves only where their parent has started Ray.
+    """
     with suppress(ImportError):  # before Ray 2.5x there is none
         from ray._private.authentication.authentication_token_setup import maybe_enable_token_auth_if_token_available
 
@@ -175,7 +177,7 @@ def _bring_token() -> None:
 
 @contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray sets a handler of SIGTERM, and a trainer has one that saves a checkpoint first."""
+    """Restore this process's handler of SIGTERM, which saves a checkpoint first: Ray sets its own."""
     handler = signal.getsignal(signal.SIGTERM)
     try:
         yield

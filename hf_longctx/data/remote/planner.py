@@ -50,7 +50,7 @@ class Planner:
         self._planned, self._seconds = 0, 0.0
 
     def plan(self, epoch: int, step: int, adjustment: Adjustment) -> list[Any]:
-        """A reference to the PackedStep, in a list: a bare one would be fetched. It is lost where this actor dies."""
+        """Return a reference to the PackedStep, in a list: a bare one would be fetched. It is lost if this actor dies."""
         order = epoch, step, adjustment
         if order not in self._steps:
             started = time.perf_counter()

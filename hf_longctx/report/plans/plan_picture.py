@@ -75,7 +75,7 @@ class Block:
     """Held by the block's ranks."""
 
     def labels(self) -> Iterator[str]:
-        """Most detailed first."""
+        """Yield labels of the block, the most detailed first."""
         if self.split_documents > 1:
             tokens = self.tokens
             yield f"{self.documents} documents over {self.split_ranks} ranks"

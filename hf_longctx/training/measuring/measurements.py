@@ -71,8 +71,8 @@ class StepFlops:
             raise ValueError("some weights are frozen, and how much backward saves by that is not counted")
 
     def of(self, plan: StepPlan) -> int:
-        """Forward and backward of all documents of a step, without what is computed again, nor the output head of tokens
-        without a label."""
+        """Return the FLOPs of forward and backward of all documents of a step. What is computed again does not count, nor the
+        output head for tokens without a label."""
         lengths = plan.length
         seen = (int(squares(lengths, window).sum()) for window in (None, self._flops.window))
         linear = self.linear * int(lengths.sum()) - self.head * int(plan.unlabelled.sum())
@@ -194,7 +194,7 @@ class Measurements:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: on CUDA the most that tensors have taken, else the most that the process has held of the machine's memory."""
+    """Return the most bytes that tensors have taken on CUDA, or that the process has taken of the machine's memory elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -63,7 +63,7 @@ class Stopwatch:
         self._marks.append(event)
 
     def seconds(self) -> list[float]:
-        """Between each mark and the next; waits until the device has passed the last."""
+        """Return the seconds between each mark and the next, after the device has passed the last."""
         pairs = zip(self._marks, self._marks[1:])
         if not self._cuda:
             return [after - before for before, after in pairs]
@@ -146,8 +146,9 @@ class Recalibration:
         }
 
     def agree(self, position: tuple[int, int]) -> bool:
-        """All ranks together, between two steps, in the step at this (epoch, step): agree on the next adjustment, and
-        begin anew. Returns whether plans change."""
+        """Agree with all ranks on the next adjustment, and begin to measure anew. Returns whether plans change.
+
+        Every rank calls this between two steps, at the same position (epoch, step)."""
         self._read()
         before = self.steps.adjustments.latest
         told = gather_integers([self.ahead, *own_ratio(self._samples, before)], self.device)
@@ -163,7 +164,7 @@ class Recalibration:
         return after != before
 
     def state(self, position: tuple[int, int]) -> dict[str, Any]:
-        """For the checkpoint: what holds from a position on, and of which cost model the factors are."""
+        """Return what a checkpoint keeps: the adjustments from a position on, and the cost model that they belong to."""
         return {"cost": fingerprint(self.cost), "adjustments": self.steps.adjustments.state(*position)}
 
     def _read(self) -> None:

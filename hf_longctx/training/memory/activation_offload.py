@@ -58,7 +58,7 @@ class HostMemory:
     def layer(
         self, number: int, share: float, rows: Collection[int], excluded: Collection[torch.Tensor]
     ) -> "LayerHooks":
-        """For the forward of one layer.
+        """Return the hooks for the forward of one layer.
 
         Args:
             number: of the layer in one forward; backward goes through those of a forward in descending order.
@@ -70,7 +70,7 @@ class HostMemory:
         return LayerHooks(self, number, share, rows, excluded)
 
     def forget(self) -> None:
-        """At the end of a micro-batch."""
+        """Free what the layers of a micro-batch have left, at its end."""
         self._free_before(None)
         self._splits.clear()
 

@@ -104,8 +104,8 @@ class ActivationMemory:
 
     @contextlib.contextmanager
     def micro_batch(self, layout: Layout, rank: int, offload: float = 0.0) -> Iterator[None]:
-        """Around forward *and* backward of one micro-batch, between which no other one runs. Arguments and errors are those
-        of `forward`."""
+        """Keep, offload and recompute activations in forward *and* backward of one micro-batch, between which no other one runs.
+        Arguments and errors are those of `forward`."""
         with contextlib.ExitStack() as left:
             left.callback(self.host.forget)
             with self.forward(layout, rank, offload):
@@ -113,8 +113,8 @@ class ActivationMemory:
 
     @contextlib.contextmanager
     def forward(self, layout: Layout, rank: int, offload: float = 0.0) -> Iterator[None]:
-        """Around the forward of one micro-batch, whose backward may come after those of others; `host.forget` follows when
-        all are done.
+        """Keep, offload and recompute activations of one micro-batch's forward, whose backward may come after those of others;
+        `host.forget` follows when all are done.
 
         Args:
             layout: what the model is called with.

@@ -42,7 +42,7 @@ def explained(
     sharded: ShardedModel | None,
     offload: float,
 ) -> Iterator[None]:
-    """Around one micro-batch.
+    """Explain an out-of-memory error of one micro-batch.
 
     Args:
         rank: this one's number in the layout.

@@ -107,7 +107,7 @@ class StepOfDevice:
         self._total = torch.zeros((), dtype=torch.float64, device=self.device)
 
     def run(self, learn: bool) -> torch.Tensor:
-        """Forwards alone, or with backwards.
+        """Run the forwards of a step, and its backwards if it shall `learn`.
 
         Returns:
             float64 scalar: this process's part of the loss of the step; the sum over all processes is the loss.
@@ -165,8 +165,8 @@ class StepOfDevice:
             self.watch.mark()
 
     def _run_idle(self, sharded: ShardedModel) -> None:
-        """Two tokens of no document through all stages of this process, whose backward carries what has been accumulated
-        through FSDP2's reduction. Nothing goes to other devices."""
+        """Send two tokens of no document through all stages of this process, so that their backward carries the accumulated
+        gradients through FSDP2's reduction. Nothing goes to other devices."""
         idle = idle_micro_batch(self._rank).to(self.device)
         labels = {"shift_labels": idle.shift_labels, "label_rows": idle.label_rows, "num_items_in_batch": 1}
         cut = cut_of(self.model)
