@@ -4,6 +4,8 @@ A run says when its units are free (`height`, nanoseconds), how many they are (`
 last one (`head`, `tail`), from one of which `following` leads to the other. These are int64 arrays for all domains together; the
 runs of a domain lie at `root` and behind it, the one that is free first at `root`.
 
+Domains wait in a heap of their own, `queue`, whose keys are when each has free ranks.
+
 Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 """
 
@@ -75,3 +77,30 @@ def sift_up(
         head[child], head[parent] = head[parent], head[child]
         tail[child], tail[parent] = tail[parent], tail[child]
         place = (place - 1) // 2
+
+
+@borrowing
+@compiled
+def heapify(queue: np.ndarray, key: np.ndarray, entries: int) -> None:  # pragma: no cover - compiled
+    """Make the first entries of a queue a heap: of indices into `key`, the one of the least key first, of equals the lower."""
+    for place in range(entries // 2 - 1, -1, -1):
+        sink(queue, key, place, entries)
+
+
+@borrowing
+@compiled
+def sink(queue: np.ndarray, key: np.ndarray, place: int, entries: int) -> None:  # pragma: no cover - compiled
+    """Let the entry at `place` of a heap, see `heapify`, sink to where those above it are less."""
+    entry = queue[place]
+    while 2 * place + 1 < entries:
+        child = 2 * place + 1
+        least = queue[child]
+        if child + 1 < entries:
+            other = queue[child + 1]
+            if key[other] < key[least] or (key[other] == key[least] and other < least):
+                child, least = child + 1, other
+        if key[entry] < key[least] or (key[entry] == key[least] and entry < least):
+            break
+        queue[place] = least
+        place = child
+    queue[place] = entry

@@ -157,6 +157,7 @@ def _unequal_units_for(
     return chosen
 
 
+@borrowing
 @compiled
 def time_of(
     i: int, size: int, unit: int, head: int, following: np.ndarray, large: Large, context: PlacementContext
@@ -167,6 +168,15 @@ def time_of(
         return large.alone[i] * 1000 // context.speeds[head]
     if context.uniform:
         return equal_time(large.lengths[i], ranks, context)
+    return _unequal_time_of(large.lengths[i], size, unit, head, following, context)
+
+
+@compiled
+def _unequal_time_of(
+    length: int, size: int, unit: int, head: int, following: np.ndarray, context: PlacementContext
+) -> int:  # pragma: no cover - compiled
+    """`time_of` on unequal ranks."""
+    ranks = size * unit
     speeds, capacities = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     first, end = head, 0
     for _ in range(size):
@@ -174,7 +184,7 @@ def time_of(
             speeds[end], capacities[end] = context.speeds[rank], context.capacities[rank]
             end += 1
         first = following[first]
-    return time_on(large.lengths[i], speeds, capacities, context)
+    return time_on(length, speeds, capacities, context)
 
 
 @borrowing

@@ -28,15 +28,14 @@ are ours.
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush, heapreplace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.placing.bisection import Large
-from hf_longctx.planner.placing.free_runs import is_free_with_next, join_next, remove_first, sift_up
+from hf_longctx.planner.placing.free_runs import heapify, is_free_with_next, join_next, remove_first, sift_up, sink
 from hf_longctx.planner.placing.niche_sizes import first_in_time, least_work_of, time_of, units_for
 
 FIRST_DELAY = 2000
@@ -45,6 +44,22 @@ FEW_UNITS = 16
 """Units of a group up to which its ranks are sorted as they come. Calling a sort for each group took a quarter of all time."""
 ROUNDED = 1e-9
 """A share of what ranks can do that is more than float64 loses in a sum of it."""
+
+
+class Niches(NamedTuple):
+    """Ranks that are free together, in heaps of flat arrays, int64 each: see free_runs.py."""
+
+    height: Any
+    width: Any
+    head: Any
+    tail: Any
+    following: Any
+    runs: Any
+    """[domains]: how many runs each has."""
+    queue: Any
+    """Domains that have ranks: a heap."""
+    free_at: Any
+    """[domains]: the height of each one's first run."""
 
 
 @compiled
@@ -89,8 +104,9 @@ def place_in_niches(
     head, tail = np.empty(domains * stride, np.int64), np.empty(domains * stride, np.int64)
     following = np.full(world_size, -1)
     runs = np.zeros(domains, np.int64)  # [domains]: of those that it has
-    open_domains: Any = [(np.int64(0), np.int64(0))]
-    open_domains.pop()
+    # A heap of domains, the one that is free first in front, and when that is. Behind it lie those with no niche for what waits.
+    queue, free_at = np.empty(domains, np.int64), np.zeros(domains, np.int64)
+    usable = 0
     for index in range(domains):
         first, run = index * domain, index * stride
         units = (min(first + domain, world_size) - first) // unit
@@ -107,12 +123,12 @@ def place_in_niches(
             following[first + j * unit] = head[newest]
             head[newest] = first + j * unit
             width[newest] += 1
-        open_domains.append((height[run], np.int64(index)))
-    heapify(open_domains)
+        queue[usable], free_at[index] = index, height[run]
+        usable += 1
     large = Large(
         listed(large.lengths), listed(large.footprints), listed(large.best), listed(large.work), listed(large.alone)
     )
-    footprints, best = large.footprints, large.best
+    footprints = large.footprints
     height, width, head = listed(height), listed(width), listed(head)
     tail, following = listed(tail), listed(following)
     # By width of a niche, the first document that it holds.
@@ -122,40 +138,98 @@ def place_in_niches(
         while i >= begin and footprints[i] <= units * unit * capacity:
             i -= 1
         fits_from[units] = i + 1
-    # By width of a niche, the first document that ended in time in the last one as wide.
-    likely_first = listed(np.full(domain // unit + 1, begin))
-    following_document = listed(np.arange(end + 1))
-    waiting = end - begin
+    members = _fill_niches(
+        large,
+        begin,
+        end,
+        unit,
+        target,
+        latest,
+        even,
+        context,
+        Niches(height, width, head, tail, following, listed(runs), listed(queue[:usable]), listed(free_at)),
+        fits_from,
+        listed(np.full(domain // unit + 1, begin)),
+        listed(np.arange(end + 1)),
+        listed(np.zeros(end - begin, np.int64)),
+        loads,
+        sizes,
+        starts,
+        member,
+        first_member,
+        members,
+    )
+    if members < 0:
+        return -1
+    for i in range(begin, end):
+        if sizes[i] > FEW_UNITS * unit:
+            member[first_member[i] : first_member[i] + sizes[i]].sort()
+    return members
+
+
+@borrowing
+@compiled
+def _fill_niches(
+    large: Large,
+    begin: int,
+    end: int,
+    unit: int,
+    target: int,
+    latest: int,
+    even: bool,
+    context: PlacementContext,
+    niches: Niches,
+    fits_from: np.ndarray,
+    likely_first: np.ndarray,
+    following_document: np.ndarray,
+    least_work: np.ndarray,
+    loads: np.ndarray,
+    sizes: np.ndarray,
+    starts: np.ndarray,
+    member: np.ndarray,
+    first_member: np.ndarray,
+    members: int,
+) -> int:  # pragma: no cover - compiled
+    """Gives one niche after another to a document; arguments and result as for `place_in_niches`, and these, all int64:
+
+    Args:
+        fits_from, likely_first: by width of a niche, the first document that it holds, and the first that ended in time in the
+            last one as wide.
+        following_document: [documents + 1]: see `_next`.
+        least_work: [documents from `begin` on], zeros, filled: nanoseconds that each takes of equal ranks together, at least.
+    """
+    height, width, head, tail, following, runs, queue, free_at = niches
+    world_size, stride, best = len(loads), len(height) // len(runs), large.best
+    waiting, usable = end - begin, len(queue)
     # Work that waits, and what equal ranks can still do until the target: with less, one will find no niche.
     work_left, room_left = 0.0, 0.0
-    least_work = listed(np.zeros(end - begin, np.int64))
     if context.uniform:
-        for i in range(begin, end):
-            least_work[i - begin] = least_work_of(i, large, context)
-            work_left += least_work[i - begin]
+        for i in range(end - begin):
+            least_work[i] = least_work_of(begin + i, large, context)
+            work_left += least_work[i]
         for rank in range(world_size):
             room_left += max(target - loads[rank], 0)
     lost = room_left * ROUNDED
-    # Domains with no niche for what waits: (height of the last run, domain).
-    full: Any = [(np.int64(0), np.int64(0))]
-    full.pop()
     delay = max(target // FIRST_DELAY, 1)
+    opened = usable
+    heapify(queue, free_at, opened)
     while waiting > 0:
-        if len(open_domains) == 0 or (context.uniform and work_left > room_left + lost):
+        if opened == 0 or (context.uniform and work_left > room_left + lost):
             more = delay
-            if len(open_domains) > 0:
+            if opened > 0:
                 more = max(int((work_left - room_left) / world_size), more)
             delay = delay * 3 // 2 + 1
             if target + more > latest:
                 return -1
-            for now, index in full:
-                room_left += float(max(target - now, 0)) * width[index * stride] * unit
-                heappush(open_domains, (now, index))
-            full.clear()
+            for place in range(usable - 1, opened - 1, -1):
+                index = queue[place]
+                room_left += float(max(target - free_at[index], 0)) * width[index * stride] * unit
+            opened = usable
+            heapify(queue, free_at, opened)
             target += more
             room_left += float(more) * world_size
             continue
-        index = open_domains[0][1]
+        index = queue[0]
         run = index * stride
         now, free = height[run], width[run]
         i = _next(following_document, fits_from[free])
@@ -172,63 +246,63 @@ def place_in_niches(
         if size == 0:  # the niche is raised to the next one
             if runs[index] == 1:
                 room_left -= float(max(target - now, 0)) * free * unit
-                full.append(heappop(open_domains))
+                opened -= 1
+                queue[0], queue[opened] = queue[opened], index
+                sink(queue, free_at, 0, opened)
                 continue
             join_next(run, runs[index], height, width, head, tail, following)
             runs[index] -= 1
             room_left -= float(max(min(height[run], target) - now, 0)) * free * unit
-            while is_free_with_next(run, runs[index], height):
-                join_next(run, runs[index], height, width, head, tail, following)
+        else:
+            if even and size > 1:
+                share = -(-free // (free // size))
+                if share * unit <= best[i] and share * unit % context.multiple == size * unit % context.multiple:
+                    size = share
+            following_document[i] = i + 1
+            waiting -= 1
+            if members + size * unit > len(member):
+                return -1
+            starts[i], sizes[i], first_member[i] = now, size * unit, members
+            stop = now + time_of(i, size, unit, head[run], following, large, context)
+            work_left -= least_work[i - begin]
+            room_left -= float(stop - now) * size * unit
+            group, newest = head[run], -1
+            for _ in range(size):
+                newest = group
+                place = members
+                while (
+                    size <= FEW_UNITS and place > first_member[i] and member[place - 1] > group
+                ):  # sorted as they come
+                    for rank in range(place - unit, place):
+                        member[rank + unit] = member[rank]
+                    place -= unit
+                for rank in range(unit):
+                    member[place + rank] = group + rank
+                members += unit
+                group = following[group]
+            # The units of the group leave their run for one that is free at `stop`.
+            group_head = head[run]
+            head[run] = group
+            following[newest] = -1
+            width[run] -= size
+            if width[run] == 0:
                 runs[index] -= 1
-            heapreplace(open_domains, (height[run], index))
-            continue
-        if even and size > 1:
-            share = -(-free // (free // size))
-            if share * unit <= best[i] and share * unit % context.multiple == size * unit % context.multiple:
-                size = share
-        following_document[i] = i + 1
-        waiting -= 1
-        if members + size * unit > len(member):
-            return -1
-        starts[i], sizes[i], first_member[i] = now, size * unit, members
-        stop = now + time_of(i, size, unit, head[run], following, large, context)
-        work_left -= least_work[i - begin]
-        room_left -= float(stop - now) * size * unit
-        group, newest = head[run], -1
-        for _ in range(size):
-            newest = group
-            place = members
-            while size <= FEW_UNITS and place > first_member[i] and member[place - 1] > group:  # sorted as they come
-                for rank in range(place - unit, place):
-                    member[rank + unit] = member[rank]
-                place -= unit
-            for rank in range(unit):
-                member[place + rank] = group + rank
-            members += unit
-            group = following[group]
-        if size > FEW_UNITS:
-            member[first_member[i] : members].sort()
-        # The units of the group leave their run for one that is free at `stop`.
-        group_head = head[run]
-        head[run] = group
-        following[newest] = -1
-        width[run] -= size
-        if width[run] == 0:
-            runs[index] -= 1
-            remove_first(run, runs[index], height, width, head, tail)
-        place = run + runs[index]
-        height[place], width[place], head[place], tail[place] = stop, size, group_head, newest
-        sift_up(run, runs[index], height, width, head, tail)
-        runs[index] += 1
+                remove_first(run, runs[index], height, width, head, tail)
+            place = run + runs[index]
+            height[place], width[place], head[place], tail[place] = stop, size, group_head, newest
+            sift_up(run, runs[index], height, width, head, tail)
+            runs[index] += 1
         while is_free_with_next(run, runs[index], height):
             join_next(run, runs[index], height, width, head, tail, following)
             runs[index] -= 1
-        heapreplace(open_domains, (height[run], index))
-    for index in range(domains):
+        free_at[index] = height[run]
+        sink(queue, free_at, 0, opened)
+    for index in range(len(runs)):
         for run in range(index * stride, index * stride + runs[index]):
             group = head[run]
             while group >= 0:
-                loads[group : group + unit] = height[run]
+                for rank in range(group, group + unit):
+                    loads[rank] = height[run]
                 group = following[group]
     return members
 

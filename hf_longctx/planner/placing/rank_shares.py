@@ -108,7 +108,7 @@ def slowest_of_kinds(
         left, speed = still_left, still_open
     if speed == 0:
         return -1
-    rest, fitting, fastest = left, 0 * length, 0 * length
+    rest, fitting, fastest, slowest_fitting = left, 0 * length, 0 * length, 0 * length
     for i in range(kinds):
         share, count = left * speeds[i] // speed, end[i] - before[i] if counted else 1
         if count > 0 and room[i] > 1 and share < room[i]:
@@ -116,20 +116,25 @@ def slowest_of_kinds(
             if share + 1 < room[i]:
                 fitting += count
                 fastest = max(fastest, speeds[i])
+                slowest_fitting = speeds[i] if slowest_fitting == 0 else min(slowest_fitting, speeds[i])
     if rest > fitting:
         return -1
     # What rounding down left over goes to those of this speed or more. Of one speed all hold as much, or a token less.
-    low, high = 0 * length + 1, fastest
+    low, high = slowest_fitting, fastest
     while rest > 0 and low < high:
         middle = (low + high + 1) // 2
-        faster = 0 * length
+        faster, next_faster, next_slower = 0 * length, fastest, slowest_fitting
         for i in range(kinds):
-            if speeds[i] >= middle and left * speeds[i] // speed + 1 < room[i]:
-                faster += end[i] - before[i] if counted else 1
+            if left * speeds[i] // speed + 1 < room[i]:
+                if speeds[i] >= middle:
+                    faster += end[i] - before[i] if counted else 1
+                    next_faster = min(next_faster, speeds[i])
+                else:
+                    next_slower = max(next_slower, speeds[i])
         if faster >= rest:
-            low = middle
+            low = next_faster
         else:
-            high = middle - 1
+            high = next_slower
     for i in range(kinds):
         if counted and end[i] == before[i]:
             continue
