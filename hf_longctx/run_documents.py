@@ -7,6 +7,7 @@ is prepared in the cache, once for each content and tokenizer (data/prepare.py).
 import os
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from hf_longctx.data.formats import RowFormat
 from hf_longctx.data.holding_out import part_of
 from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
-from hf_longctx.data.prepared import INDEX, load_prepared
+from hf_longctx.data.prepared import INDEX, compare_tokenizer, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, ModelConfig, SourceSection
@@ -124,6 +125,9 @@ def load_split(
         raise ValueError(f"output={str(output)!r} with on_the_fly, which prepares nothing: remove one of them")
     if data.on_the_fly:
         return _raw(data, *sources[0], _tokenisation(sources[0][0], tokenizer, version), ray_address)
+    if prepared is None:
+        for folder in filter(None, starmap(prepared_folder, sources)):
+            compare_tokenizer(folder, tokenizer)
     weights = tuple(tuple(section.weight) for section, _ in sources) if split == data.train_split else ()
     if output is None and (alone := _alone(data, split)) is not None and (in_place := _in_place(*alone)):
         return in_place
@@ -139,7 +143,7 @@ def load_split(
                 on_progress=on_progress,
             )
     dataset = load_prepared(prepared)
-    dataset.data_version = version
+    dataset.data_version, dataset.compared = version, True
     if set(weights) - {(1.0,)}:
         dataset.weights = weights
     return dataset
@@ -159,12 +163,23 @@ def _in_place(section: SourceSection, split: str) -> Dataset | None:
         return None
     directory = _directory(str(section.path))
     prepared = _prepared_in(directory, split)
-    return load_prepared(prepared) if prepared is not None else _tokenised_in(section, directory, split)
+    if prepared is None:
+        return _tokenised_in(section, directory, split)
+    dataset = load_prepared(prepared)
+    dataset.compared = True
+    return dataset
 
 
 def _may_be_in_place(section: SourceSection) -> bool:
     limited = section.max_documents or section.max_tokens
     return isinstance(section.path, str) and not limited and section.documents == "rows"
+
+
+def prepared_folder(section: SourceSection, split: str) -> Path | None:
+    """Return the folder that `prepare` made of a source's split; None: the source is something else."""
+    if not isinstance(section.path, str) or section.path == EMBEDDED_DATA or section.documents != "rows":
+        return None
+    return _prepared_in(Path(section.path).expanduser(), split)
 
 
 def _prepared_in(directory: Path, split: str) -> Path | None:

@@ -38,7 +38,7 @@ def part_of(dataset: Any, fraction: float, *, held_out: bool) -> Any:
             f"{'larger' if held_out else 'smaller'} fractions, more documents, or an eval_split"
         )
     part = dataset.select(chosen)
-    for name in ("directory", "manifest", "weights", "data_version"):
+    for name in ("directory", "manifest", "weights", "data_version", "compared"):
         if hasattr(dataset, name):
             setattr(part, name, getattr(dataset, name))
     if (index := getattr(dataset, "index", None)) is not None:

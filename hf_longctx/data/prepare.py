@@ -32,8 +32,9 @@ import pyarrow as pa
 from hf_longctx.data.cache import built_whole
 from hf_longctx.data.prepared import INDEX, MANIFEST, REFUSED, SHARD, Manifest, SourceCounts
 from hf_longctx.data.reading.source import UNIT_BYTES, Source, Unit
-from hf_longctx.data.shards import Shard, shard_of, write_table
+from hf_longctx.data.shards import Shard, shard_of, write_table, written
 from hf_longctx.data.tokenisation import Tokenisation
+from hf_longctx.data.tokenizer_state import TokenizerRecord
 
 SHOWN = 5
 """Reasons of bad rows that an error names."""
@@ -279,12 +280,15 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
         raise PrepareError(_nothing_left(parts, taken, sources))
     shards = [(shard.path.stem, len(shard.lengths)) for _, shard in kept]
     largest, labels = max(shard.largest_id for _, shard in kept), any(shard.labels for _, shard in kept)
-    text = Manifest(sources, shards, largest, labels).to_json()
-    name = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+    manifest = Manifest(sources, shards, largest, labels)
+    name = hashlib.blake2b(manifest.to_json().encode(), digest_size=8).hexdigest()
     directory = output or cache_dir / f"prepared-{name}"
     if directory.exists():
-        if not (directory / MANIFEST).is_file() or (directory / MANIFEST).read_text() != text:
+        if (known := _manifest_in(directory)) != manifest:
             raise PrepareError(f"{directory} exists and holds something else: remove it, or name another folder")
+        if output is not None and known.tokenizers is None:
+            with written(directory / MANIFEST) as partial:
+                partial.write_text(replace(manifest, tokenizers=_tokenizers(parts, taken)).to_json())
         return directory
     numbers, of_kept = [number for number, _ in kept], [shard for _, shard in kept]
     index = {
@@ -301,8 +305,28 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
                 for place, reason, rows in (refusal for shard in of_part for refusal in shard.refused):
                     left_out = {"source": part.name, "place": place, "reason": reason, "rows": rows}
                     file.write(json.dumps(left_out) + "\n")
-        (partial / MANIFEST).write_text(text)
+        (partial / MANIFEST).write_text(replace(manifest, tokenizers=_tokenizers(parts, taken)).to_json())
     return directory
+
+
+def _manifest_in(directory: Path) -> Manifest | None:
+    """Read what a folder was made of; None: it is no prepared one."""
+    try:
+        return Manifest.read(directory)
+    except ValueError:
+        return None
+
+
+def _tokenizers(parts: Sequence[Part], taken: Sequence[Sequence[Shard]]) -> list[TokenizerRecord]:
+    """Record the tokenizers of all parts, each once, and whether its chat template decided tokens."""
+    rendered: dict[int, bool] = {}
+    tokenizers = {id(part.tokenisation.tokenizer): part.tokenisation.tokenizer for part in parts}
+    for part, shards in zip(parts, taken):
+        key = id(part.tokenisation.tokenizer)
+        rendered[key] = rendered.get(key, False) or any(shard.rendered and len(shard.lengths) for shard in shards)
+    return [
+        TokenizerRecord.of(tokenizer, rendered[key]) for key, tokenizer in tokenizers.items() if tokenizer is not None
+    ]
 
 
 def _counts(name: str, shards: Sequence[Shard]) -> SourceCounts:

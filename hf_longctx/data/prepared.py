@@ -10,8 +10,9 @@ Nothing is sent between ranks.
 
 import hashlib
 import json
+import warnings
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from datasets.table import MemoryMappedTable, concat_tables
 
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.page_cache import map_arrow_stream
+from hf_longctx.data.tokenizer_state import TokenizerRecord, tokenizer_name
 
 MANIFEST, INDEX, REFUSED = "manifest.json", "index.arrow", "refused.jsonl"
 SHARD = "shard-{:05}.arrow"
@@ -57,9 +59,15 @@ class Manifest:
     """of all tokens"""
     labels: bool
     """whether some tokens are not learned"""
+    tokenizers: list[TokenizerRecord] | None = field(default=None, compare=False)
+    """what its sources were prepared with: one, or none where they were tokens and nobody named any; None: the folder is older
+    than this field. It follows from the shards, whose names depend on it"""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        facts = asdict(self)
+        if self.tokenizers is None:
+            del facts["tokenizers"]
+        return json.dumps(facts, indent=1) + "\n"
 
     @classmethod
     def read(cls, directory: Path) -> "Manifest":
@@ -68,7 +76,9 @@ class Manifest:
             read = json.loads((directory / MANIFEST).read_text())
             sources = [SourceCounts(**counts) for counts in read["sources"]]
             shards = [(str(name), int(count)) for name, count in read["shards"]]
-            return cls(sources, shards, int(read["largest_id"]), bool(read["labels"]))
+            records = read.get("tokenizers")
+            tokenizers = None if records is None else [TokenizerRecord(**record) for record in records]
+            return cls(sources, shards, int(read["largest_id"]), bool(read["labels"]), tokenizers)
         except (OSError, ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{directory} is no prepared data set: {MANIFEST}: {error!r}") from error
 
@@ -85,6 +95,8 @@ class PreparedDataset(Dataset):
     """of each source, passes in epoch 0, 1 and so on (planner/mixture.py); None: every document once in every epoch"""
     data_version: int | None = None
     """what its documents were made as (tokenisation.py); None: not known"""
+    compared: bool = False
+    """whether the tokenizer that it is used with was compared with its own, and what there was to say was said"""
 
 
 class ShardTable(MemoryMappedTable):
@@ -141,6 +153,59 @@ def load_prepared(directory: str | Path) -> PreparedDataset:
     dataset.manifest, dataset.directory, dataset.source = manifest, directory, columns["source"]
     dataset.index = LengthIndex(columns["length"], columns["label_tokens"], fingerprint)
     return dataset
+
+
+def compare_tokenizer(directory: Path, tokenizer: Any) -> None:
+    """Compare the tokenizer that documents are used with to the one that their folder was prepared with. Warns where one of them
+    is not known, or where other versions of the libraries may be why they differ.
+
+    Args:
+        directory: a folder that `prepare` made.
+        tokenizer: of transformers; None: none is known.
+
+    Raises:
+        ValueError: they differ; says in what, and what would be valid.
+    """
+    records, unchecked = (
+        Manifest.read(directory).tokenizers,
+        "so whether its ids mean the same to the model is not checked",
+    )
+    if records is None:
+        warnings.warn(
+            f"{directory} does not say which tokenizer it was prepared with, as folders made before that was kept, {unchecked}. "
+            "`hf-longctx prepare --output` of the same sources into it adds that",
+            stacklevel=2,
+        )
+    for record in records or ():
+        if tokenizer is None:
+            warnings.warn(
+                f"{directory} was prepared with the tokenizer of {record.name!r}, and none is known of the model, {unchecked}",
+                stacklevel=2,
+            )
+            continue
+        own = TokenizerRecord.of(tokenizer, rendered=record.template is not None)
+        if own.fingerprint != record.fingerprint:
+            difference = (
+                f"{directory} was prepared with the tokenizer of {record.name!r}, whose fingerprint is {record.fingerprint}, and "
+                f"is used with that of {tokenizer_name(tokenizer)!r}, whose fingerprint is {own.fingerprint}"
+            )
+            if own.libraries != record.libraries:
+                warnings.warn(
+                    f"{difference}. That may come from {record.libraries} then and {own.libraries} now, {unchecked}",
+                    stacklevel=2,
+                )
+                continue
+            raise ValueError(
+                f"{difference}: the same ids would be other texts. Valid: the model, model.added_tokens and model.eos_token that "
+                "it was prepared with, or its sources prepared anew with this tokenizer. If both are known to make the same "
+                f"tokens, remove 'tokenizers' from {directory / MANIFEST}, and they are not compared"
+            )
+        if own.template != record.template:
+            raise ValueError(
+                f"{directory} holds conversations in a chat template with fingerprint {record.template}, and is used with one "
+                f"that has {own.template}: the model would learn one and be asked in another. Valid: the model and "
+                "model.chat_template that it was prepared with, or its sources prepared anew with this template"
+            )
 
 
 def _lengths(table: ShardTable) -> np.ndarray:

@@ -51,6 +51,8 @@ class Shard:
     """whose name it had when it was read"""
     bytes: int
     """of the file"""
+    rendered: bool
+    """whether a chat template decided tokens of it"""
 
     @property
     def is_whole(self) -> bool:
@@ -79,13 +81,14 @@ class Shard:
                 facts["labels"],
                 facts["unit"],
                 facts["bytes"],
+                facts.get("rendered", facts["labels"]),  # a shard older than this: most conversations have labels
             )
         except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError):
             return None
 
     def finish(self) -> None:
         """Writes the index."""
-        names = ("refused", "largest_id", "labels", "unit", "bytes")
+        names = ("refused", "largest_id", "labels", "unit", "bytes", "rendered")
         facts = json.dumps({name: getattr(self, name) for name in names})
         table = pa.table({"length": self.lengths, "label_tokens": self.label_tokens})
         write_table(table.replace_schema_metadata({"hf_longctx": facts}), _index_of(self.path))
@@ -125,7 +128,7 @@ def _tokenised(
 ) -> Shard:
     lengths, label_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     refused: list[tuple[str, str, int | None]] = []
-    largest = -1
+    largest, rendered = -1, False
     batches = _documents(unit, tokenisation, refused)
     first = next(batches, [])
     with_labels = with_labels or _have_labels(first)
@@ -138,8 +141,9 @@ def _tokenised(
             lengths.append(np.array([len(document.input_ids) for document in documents]))
             label_tokens.append(np.array([_label_tokens(document) for document in documents]))
             largest = max(largest, *(int(document.input_ids.max()) for document in documents))
+            rendered = rendered or any(document.rendered for document in documents)
     counts = np.concatenate(lengths), np.concatenate(label_tokens)
-    return Shard(path, *counts, tuple(refused), largest, with_labels, str(unit), partial.stat().st_size)
+    return Shard(path, *counts, tuple(refused), largest, with_labels, str(unit), partial.stat().st_size, rendered)
 
 
 def _documents(

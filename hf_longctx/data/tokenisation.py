@@ -32,7 +32,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from typing import Any
@@ -70,6 +70,8 @@ class Document:
     """int32 [T]"""
     labels: np.ndarray | None
     """int32 [T], IGNORE_INDEX where nothing is learned; None: every token is"""
+    rendered: bool = False
+    """whether a chat template decided its tokens"""
 
 
 @dataclass(frozen=True)
@@ -314,7 +316,7 @@ class Tokenisation:
             if text.completed:
                 input_ids, labels = self._completed(input_ids, labels)
             try:
-                yield _document(input_ids, labels)
+                yield replace(_document(input_ids, labels), rendered=rendered)
             except RowError as error:
                 yield str(error)
 

@@ -7,9 +7,11 @@ is what the first rank sends to the others. Nothing else is sent.
 import math
 import os
 import uuid
+import warnings
 from collections.abc import Callable
 from typing import Any
 
+from transformers import PreTrainedTokenizerBase
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
@@ -18,6 +20,7 @@ from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents, other_policies
+from hf_longctx.data.prepared import PreparedDataset, compare_tokenizer
 from hf_longctx.models.documents import documents_of, longest_of, refuse_beyond_positions
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import GlobalBatches, Topology
@@ -66,6 +69,7 @@ class RunData:
     ) -> PlannedSteps:
         """Plan steps over a data set; `begin` is called before long documents are cut."""
         trainer, plugin = self._trainer, self._trainer.plugin
+        self._compare_tokenizer(dataset)
         vocabulary = trainer.model.config.get_text_config().vocab_size
         index = LengthIndex.from_dataset(dataset, vocabulary)
         refuse_tokens_outside(dataset, vocabulary)
@@ -96,6 +100,17 @@ class RunData:
         refuse_pieces_beyond_positions(trainer.model, pieces)
         steps = (dataset, pieces, batches_of(pieces), collator)
         return PlannedSteps(*steps) if plugin.loader == "local" else self._remote_steps(*steps)
+
+    def _compare_tokenizer(self, dataset: Any) -> None:
+        """Compare the trainer's tokenizer with that of a prepared folder, unless that was done when it was opened."""
+        if not isinstance(dataset, PreparedDataset) or dataset.compared:
+            return
+        tokenizer = self._trainer.processing_class
+        with warnings.catch_warnings():
+            if self._trainer.args.process_index:
+                warnings.simplefilter("ignore")  # rank 0 says it
+            compare_tokenizer(dataset.directory, tokenizer if isinstance(tokenizer, PreTrainedTokenizerBase) else None)
+        dataset.compared = True
 
     def _remote_steps(self, *steps: Any) -> PlannedSteps:
         """Plan the same steps through Ray, which the first process starts or joins and the others join. Collective."""

@@ -9,6 +9,7 @@ anything else                          what `data.path` of a configuration may n
 
 import warnings
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def read_documents(
         ) from None
     try:
         try:
-            dataset, name = load_split(section, split, None), data
+            dataset, name = load_split(section, split, _prepared_for(section, split, model)), data
         except ValueError as error:
             if model is None or "needs a tokenizer" not in str(error):
                 raise
@@ -121,6 +122,17 @@ def _tokenizer(model: str) -> tuple[Any, str]:
 
     whose = EMBEDDED_MODEL if model in ARCHITECTURES else model
     return read_tokenizer(whose), whose
+
+
+def _prepared_for(section: DataConfig, split: str, model: str | None) -> Any:
+    """Load the tokenizer of a model that is here, to be compared with that of a prepared folder; None: there is nothing to
+    compare, or nothing to compare with."""
+    from hf_longctx.run_documents import load_tokenizer, prepared_folder
+    from hf_longctx.settings import EMBEDDED_MODEL
+
+    if not any(starmap(prepared_folder, section.sources_of(split))):
+        return None
+    return load_tokenizer(model) if model == EMBEDDED_MODEL or (model and Path(model).is_dir()) else None
 
 
 def _of_lengths(name: str, lengths: np.ndarray) -> Source:
