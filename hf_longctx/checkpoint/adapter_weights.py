@@ -7,17 +7,24 @@ them, or keep projections as buffers:
     base_model.vblora_vector_bank.default                         trained; PEFT asks for it by this name
     base_model.model...q_proj.vblora_vector_bank.default          the same tensor
 
-A checkpoint holds each tensor once, by its first name; PEFT's own file is written with all names at hand. Nothing is sent.
+A checkpoint holds each tensor once, by its first name; PEFT's own file is written with all names at hand. Of the model that stays
+as it is it keeps hashes of a few values, so that its adapters do not go on upon another one. Nothing is sent.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from hf_longctx.checkpoint.export import as_peft_saves
+
+SAMPLED_WEIGHTS, SAMPLED_VALUES = 12, 16
+"""How many weights under adapters are told apart, in the order of the model, and by how many values: its first layer's, which the
+first process has in any sharding and any number of stages, from their first value on."""
 
 
 def has_adapters(model: Any) -> bool:
@@ -48,6 +55,30 @@ def adapter_weights(
 def trained_adapters(model: Any, names: Collection[str]) -> list[str]:
     """Return the adapters that weights of these names belong to."""
     return [adapter for adapter in model.peft_config if any(_is_of([adapter], name) for name in names)]
+
+
+def base_sample(model: Any) -> dict[str, str] | None:
+    """Hash the first values of some weights that adapters stand on, as the first process has them; None: there are no adapters.
+
+    Packed weights are left out, and those under adapters whose initialisation changes them (PiSSA, OLoRA): either may differ in
+    the last digit on another device."""
+    if not has_adapters(model):
+        return None
+    changes_base = any(isinstance(getattr(of, "init_lora_weights", None), str) for of in model.peft_config.values())
+    sample: dict[str, str] = {}
+    for name, weight in model.named_parameters():
+        parts = name.split(".")
+        left_out = weight.requires_grad or weight.is_meta or not weight.is_floating_point()
+        if left_out or model.peft_config.keys() & set(parts) or (changes_base and "base_layer" in parts):
+            continue
+        values: torch.Tensor = (weight.to_local() if isinstance(weight, DTensor) else weight).detach()
+        if not values.ndim or values.shape[-1] < SAMPLED_VALUES:  # a part of a row may end before
+            continue
+        first = values.flatten()[:SAMPLED_VALUES].to("cpu", torch.float64).numpy().tobytes()
+        sample[name] = hashlib.blake2b(first, digest_size=4).hexdigest()
+        if len(sample) == SAMPLED_WEIGHTS:
+            break
+    return sample
 
 
 def second_names(model: Any) -> dict[str, str]:

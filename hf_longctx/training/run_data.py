@@ -16,6 +16,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import TrainerState
 from transformers.utils import logging
 
+from hf_longctx.checkpoint.adapter_weights import base_sample
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
@@ -226,6 +227,7 @@ class RunData:
             bf16=bool(args.bf16),
             fp16=bool(args.fp16),
             frozen=frozen_dtypes(trainer.model),
+            base=base_sample(trainer.model) if args.process_index == 0 else None,
             data_version=getattr(trainer.train_dataset, "data_version", None),
             optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
         )

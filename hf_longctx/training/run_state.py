@@ -15,6 +15,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerState
 from transformers.utils import logging
 
+from hf_longctx.checkpoint.rank_messages import Ranks
+
 logger = logging.get_logger(__name__)
 
 MADE_BEFORE = (
@@ -68,6 +70,8 @@ class RunState(TrainerCallback, ExportableState):
     frozen: str | None = None
     """dtypes of the weights that adapters stand on, which a checkpoint does not hold; None: there are no adapters, or the
     checkpoint is older than this field"""
+    base: dict[str, str] | None = None
+    """hashes of some of these weights (checkpoint/adapter_weights.py), of rank 0; None as above"""
     data_version: int | None = None
     """what texts and conversations were made into documents as (data/tokenisation.py); None: not known"""
     optimizer: dict[str, float] | None = None
@@ -132,7 +136,7 @@ class RunState(TrainerCallback, ExportableState):
                 f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
                 "on the run has other noise than it began with, of the same size"
             )
-        kept = {name: getattr(self, name) for name in ("weights", *HALF, "frozen", "data_version", "optimizer")}
+        kept = {name: getattr(self, name) for name in ("weights", *HALF, "frozen", "base", "data_version", "optimizer")}
         self.__dict__.update(asdict(saved) | kept)
 
     def changed_settings(self, checkpoint: Path) -> set[str]:
@@ -143,6 +147,22 @@ class RunState(TrainerCallback, ExportableState):
             settings = ", ".join(f"{name} {before[name]:g} -> {now[name]:g}" for name in changed)
             logger.warning(f"going on from {checkpoint} with other settings of the optimizer: {settings}")
         return {OPTIMIZER_SETTINGS[name] for name in changed}
+
+    def refuse_other_base(self, checkpoint: Path, ranks: Ranks) -> None:
+        """Raise ValueError on all ranks where adapters would go on upon other weights than rank 0 had before. Collective."""
+        before, now = recorded(checkpoint, "base") or {}, self.base or {}
+        compared = [name for name in now if name in before]
+        other = [name for name in compared if before[name] != now[name]]
+        problem = None
+        if other:
+            problem = (
+                f"resuming adapters from {checkpoint} on another model: {len(other)} of {len(compared)} of its weights that were "
+                f"compared have other values than the run began with, {other[0]} among them (hash {before[other[0]]} then, "
+                f"{now[other[0]]} now). A run keeps the model under its adapters. Valid: that model (model.path in YAML), or a "
+                "new run from the adapters"
+            )
+        if problem := ranks.agreed(problem):
+            raise ValueError(problem)
 
     def _changed_weights(self, saved: "RunState", epoch: int) -> dict[str, Any]:
         """Return the weights that are asked for, where they differ from the checkpoint's in an epoch that has begun; later

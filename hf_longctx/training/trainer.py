@@ -602,6 +602,7 @@ class LongContextMixin(_Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
+            self.run_state.refuse_other_base(Path(checkpoint), self.checkpoints.ranks)
             self.checkpoints.load_optimizer(checkpoint, self.run_state.changed_settings(Path(checkpoint)))
 
     def _load_scaler(self, checkpoint: str | None) -> None:

@@ -288,6 +288,22 @@ def test_adapters_on_weights_in_another_dtype_are_refused(tmp_path):
     assert run(torch.bfloat16, resume=checkpoint).series("loss") == whole.series("loss")
 
 
+def test_adapters_on_another_model_of_the_same_shapes_are_refused(tmp_path):
+    def run(change: float, **options: Any) -> Run:
+        base = tiny_llama()
+        with torch.no_grad():
+            base.model.layers[0].mlp.up_proj.weight += change
+        model: Any = get_peft_model(base, LoraConfig(r=4, task_type="CAUSAL_LM", target_modules=["v_proj"]))
+        settings = {"output_dir": tmp_path, "max_steps": 2, "save_strategy": "steps", "save_steps": 1}
+        return train(model, documents([9, 20]), {"capacity": 32}, settings, **options)
+
+    whole = run(0)
+    checkpoint = str(tmp_path / "checkpoint-1")
+    with pytest.raises(ValueError, match=r"on another model: 1 of 12 of .*up_proj.*Valid: that model"):
+        run(1e-3, resume=checkpoint)
+    assert run(0, resume=checkpoint).series("loss") == whole.series("loss")
+
+
 def test_adapters_that_are_resumed_with_another_scale_are_said(tmp_path, caplog):
     def run(alpha: int, **options: Any) -> Run:
         adapters = LoraConfig(
