@@ -2,6 +2,7 @@
 
 import copy
 import os
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ ON_LOGITS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metr
 """Arguments of Trainer that are called with logits."""
 MEASURED = ("loss", "runtime", "samples_per_second", "steps_per_second")
 """Metrics that each evaluation gives."""
+BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps")
+"""Arguments that set the global batch where the plugin does not."""
 KNOWN_EVALUATIONS = ("transformers", "trl", PACKAGE)
 """Packages whose callbacks and `evaluate` add no metrics."""
 HIDDEN = (
@@ -212,6 +215,20 @@ def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin, ranks:
         )
     args.gradient_accumulation_steps = 1
     return documents
+
+
+def refuse_idle_search(plugin: LongContextPlugin, varied: Collection[str]) -> None:
+    """Raise ValueError for a hyperparameter search over arguments that the plugin's global batch goes before; `varied`: names of
+    those that its trials set."""
+    sizes = {name: getattr(plugin, name) for name in ("global_batch_documents", "global_batch_tokens")}
+    chosen = [name for name, value in sizes.items() if value is not None]
+    idle = [name for name in BATCH_SIZES if name in varied]
+    if chosen and idle:
+        raise ValueError(
+            f"the hyperparameter search varies {' and '.join(idle)}, which would change nothing: {chosen[0]}={sizes[chosen[0]]} "
+            f"sets the global batch. Valid: a LongContextPlugin without {chosen[0]}, of whose global batch "
+            f"{' * ranks * '.join(BATCH_SIZES)} is the number of documents, or a search over other arguments"
+        )
 
 
 def refuse_other_objective(cls: type) -> None:

@@ -16,6 +16,7 @@ Trainer's methods that are overridden, in the order of this file, the release th
 
     __init__                                     takes the plugin, refuses what cannot be honoured, patches the model
     create_accelerator_and_postprocess     4.30  arranges processes as soon as there is a process group
+    _hp_search_setup                             a search varies what the run goes by
     _build_accelerator_args                5.2   a model that was loaded in parts has its own mesh
     call_model_init                              patches each trial's model
     get_train_dataloader                         planned steps
@@ -67,7 +68,7 @@ import torch
 from accelerate.utils.memory import clear_device_cache
 from torch.distributed.tensor import DTensor
 from transformers import Trainer
-from transformers.trainer_utils import EvalLoopOutput
+from transformers.trainer_utils import EvalLoopOutput, HPSearchBackend
 from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
@@ -96,6 +97,7 @@ from hf_longctx.training.arguments import (
     refuse_changed_model,
     refuse_frozen,
     refuse_hooks_on_logits,
+    refuse_idle_search,
     refuse_other_batch,
     refuse_other_objective,
     refuse_replaced_loss,
@@ -144,6 +146,7 @@ class LongContextMixin(_Trainer):
 
     args: Any
     control: Any
+    hp_space: Any
     model: Any
     optimizer: Any
     neftune_noise_alpha: float | None
@@ -236,6 +239,16 @@ class LongContextMixin(_Trainer):
         elif self.model is not None:
             self.steps.refuse_other_cut(self.model)
         self.progress.begin("making the trainer")
+
+    def _hp_search_setup(self, trial: Any) -> None:
+        if trial is None or self.hp_search_backend is None:
+            super()._hp_search_setup(trial)
+            return
+        is_optuna = self.hp_search_backend == HPSearchBackend.OPTUNA  # gives the same values when it is asked again
+        refuse_idle_search(self.plugin, self.hp_space(trial) if is_optuna else trial)
+        # What was folded in is the trial's to change.
+        self.args.gradient_accumulation_steps, self._accumulation = self._accumulation, 1
+        super()._hp_search_setup(trial)
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         arguments = super()._build_accelerator_args(**kwargs)

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from transformers import Trainer, TrainerCallback
+from transformers.trainer_utils import HPSearchBackend
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer, patch_model
 from hf_longctx.planner import GlobalBatches
@@ -352,6 +353,35 @@ def test_losses_are_logged_in_float32_whatever_torch_makes_by_default(tmp_path):
         assert train(model, rows(), plugin, settings).series("loss") == expected
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_search_varies_the_global_batch_or_is_refused(tmp_path):
+    """gradient_accumulation_steps too, which the trial before it has folded in."""
+
+    def search(**plugin: Any) -> LongContextTrainer:
+        trainer = LongContextTrainer(
+            model=MODELS["llama"](),
+            args=arguments(tmp_path, gradient_accumulation_steps=4, per_device_train_batch_size=1),
+            train_dataset=rows(),
+            plugin=LongContextPlugin(capacity=MOST, **plugin),
+        )
+        trainer.hp_search_backend = HPSearchBackend.WANDB  # whose trials are mappings
+        return trainer
+
+    free = search()
+    for trial, documents_per_step in (
+        ({"per_device_train_batch_size": 2}, 8),
+        ({"gradient_accumulation_steps": 3}, 6),
+        ({"gradient_accumulation_steps": 1, "learning_rate": 0.5}, 2),
+    ):
+        free._hp_search_setup(trial)
+        assert (free.default_documents, free.args.gradient_accumulation_steps) == (documents_per_step, 1)
+    chosen = search(global_batch_documents=4)
+    chosen._hp_search_setup({"learning_rate": 0.5})
+    with pytest.raises(
+        ValueError, match=r"varies per_device_train_batch_size, which .*: global_batch_documents=4 sets"
+    ):
+        chosen._hp_search_setup({"per_device_train_batch_size": 2})
 
 
 def test_the_table_of_hooks_names_all_of_them_in_order():
