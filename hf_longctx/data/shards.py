@@ -115,6 +115,9 @@ def shard_of(unit: Unit, tokenisation: Tokenisation, folder: Path) -> Shard:
             shard = _tokenised(unit, tokenisation, path, partial, with_labels=True)
         if unit.fingerprint() != content:
             raise SourceError(f"{unit} changed while it was read. Prepare it once nothing writes to it any more")
+        partial.chmod(
+            partial.stat().st_mode & 0o444
+        )  # prepared folders are links to it, and would change with each other
     shard.finish()
     return shard
 

@@ -6,6 +6,7 @@ is what the first rank sends to the others. Nothing else is sent.
 
 import math
 import os
+import time
 import uuid
 import warnings
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from hf_longctx.data.collator import LengthAwareCollator, RankStep
 from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents, other_policies
+from hf_longctx.data.page_cache import MappedFiles
 from hf_longctx.data.prepared import PreparedDataset, compare_tokenizer
 from hf_longctx.models.documents import documents_of, longest_of, refuse_beyond_positions
 from hf_longctx.models.stages import whole_parameters
@@ -53,6 +55,7 @@ class RunData:
         """folder of the checkpoint that training goes on from"""
         self.last_step: RankStep | None = None
         """the one that was trained last"""
+        self._files: MappedFiles | None = None
         self._ray_job: str | None = None
         self._remote_names = 0
         self._training_steps: PlannedSteps | None = None
@@ -148,9 +151,21 @@ class RunData:
             if trainer.train_dataset is None:
                 raise ValueError("training needs a train_dataset with a column input_ids")
             self._training_steps = self.planned_steps(trainer.train_dataset, self.training_batches, self._begin_run)
+            self._files = MappedFiles(trainer.train_dataset)
             cost = self._training_steps.collator.cost
             self._training_steps.adjustments = restored(self.state.calibration, cost, trainer.world.ranks)
         return self._training_steps
+
+    def say_changed_files(self) -> None:
+        """Say on rank 0 which files of the documents were written into since the run began, once for each change."""
+        if self._files is None or self._trainer.args.process_index:
+            return
+        for path in self._files.changed():
+            logger.warning(
+                f"{path} was written into while this run reads it (at {time.ctime(os.path.getmtime(path))}): documents that were "
+                "read from it after that may be others than those that were planned. Valid: the file as it was, and a checkpoint "
+                "from before that time to go on from"
+            )
 
     def training_loader(self) -> PlannedDataLoader:
         """Load the steps of training."""

@@ -105,7 +105,8 @@ class RunState(TrainerCallback, ExportableState):
             raise ValueError(
                 f"the checkpoint was made on documents with fingerprint {saved.data_fingerprint}, these have "
                 f"{self.data_fingerprint}: resuming would repeat some and lose others. Give the same data set in "
-                f"the same order{older}, or start a new run"
+                f"the same order{older}, of texts and conversations with the tokenizer, chat template and data.* settings as "
+                "they were, or start a new run"
             )
         if other := [name for name in HALF if getattr(saved, name) not in (None, getattr(self, name))]:
             asked_for, trained = (

@@ -604,6 +604,7 @@ class LongContextMixin(_Trainer):
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.begin("saving a checkpoint")
+        self.run_data.say_changed_files()
         self.checkpoints.save(trial)
         self.progress.begin("callbacks")
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.page_cache import MappedFiles
 from hf_longctx.data.prepare import Part, PrepareError, prepare
 from hf_longctx.data.prepared import REFUSED, load_prepared
 from hf_longctx.data.reading.source import Source
@@ -96,6 +97,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(tokenizer, texts, tm
     for number, index in enumerate(sorted((tmp_path / "cache" / "documents").glob("*.index"))):
         index.unlink() if number % 2 else index.write_bytes(index.read_bytes()[:-9])  # it is written last
     for shard in (tmp_path / "cache" / "documents").glob("*.arrow"):
+        shard.chmod(0o644)
         os.truncate(shard, shard.stat().st_size // 2)
     again = load_prepared(
         prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, unit_bytes=2000, output=tmp_path / "again")
@@ -107,6 +109,7 @@ def test_an_interrupted_run_leaves_nothing_that_looks_whole(tokenizer, texts, tm
 def test_a_shard_that_was_cut_in_the_cache_is_made_again(tokenizer, texts, tmp_path):
     folder = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1)
     [shard] = (tmp_path / "cache" / "documents").glob("*.arrow")
+    shard.chmod(0o644)
     os.truncate(shard, shard.stat().st_size // 2)  # the prepared folder's too: it is one file
     with pytest.raises(ValueError, match="is damaged"):
         load_prepared(folder)
@@ -219,3 +222,24 @@ def test_a_prepared_data_set_travels_to_other_processes(tokenizer, texts, tmp_pa
     sent = pickle.dumps(dataset)
     assert len(sent) < 50_000  # its place, not its documents
     assert pickle.loads(sent)[5] == dataset[5]
+
+
+def test_files_that_folders_share_are_not_to_be_written_and_what_is_written_into_them_is_said(
+    tokenizer, texts, tmp_path
+):
+    folder = prepare([part(tokenizer, texts)], tmp_path / "cache", workers=1, unit_bytes=8000)
+    first, second, *_ = sorted(folder.glob("shard-*"))
+    assert not first.stat().st_mode & 0o222
+    files = MappedFiles(load_prepared(folder))
+    assert not files.changed()
+    replacement = tmp_path / "replacement"
+    replacement.write_bytes(second.read_bytes())
+    os.replace(replacement, second)  # who has mapped the other one keeps it
+    first.chmod(0o644)
+    with first.open("r+b") as file:
+        file.seek(first.stat().st_size // 2)
+        file.write(b"others")
+    os.utime(first, (1, 1))
+    assert files.changed() == [str(first)]
+    assert not files.changed()
+    assert not MappedFiles(["no data set"]).changed()
