@@ -47,17 +47,23 @@ ROUNDED = 1e-9
 
 
 class Niches(NamedTuple):
-    """Ranks that are free together, in heaps of flat arrays, int64 each: see free_runs.py."""
+    """Ranks that are free together, in heaps of flat arrays, int64 each, of free_runs.py; a domain has as many places for runs as
+    units."""
 
     height: Any
+    """[domains * units]: nanoseconds from which each run is free."""
     width: Any
+    """[domains * units]: its units."""
     head: Any
+    """[domains * units]: the first rank of its first unit."""
     tail: Any
+    """[domains * units]: the same of its last one."""
     following: Any
+    """[world_size]: the first rank of the unit after each, -1 after the last."""
     runs: Any
     """[domains]: how many runs each has."""
     queue: Any
-    """Domains that have ranks: a heap."""
+    """[domains that have units]: a heap of their indices."""
     free_at: Any
     """[domains]: the height of each one's first run."""
 
