@@ -31,6 +31,9 @@ import numba
 from numba.core.caching import FunctionCache, NullCache
 from numba.core.types import unliteral
 
+from hf_longctx.planner.by_address import take_as_address
+from hf_longctx.planner.compiled import passed_by_address
+
 LEVEL = 1
 """Level of LLVM's optimizations where NUMBA_OPT names none: compiling all takes 72 to 82 s of an EPYC's core, and 113 at
 numba's own level, 3; plans take as long with either, and many times as long at level 0. It counts for all that the process
@@ -56,6 +59,8 @@ _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 
 def dispatcher(function: Callable[..., Any], inlined: bool = False, borrows: bool = False) -> Any:
     """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
+    for columns in passed_by_address:
+        take_as_address(columns)
     # Without numba's run time (nrt), which counts references, where the function borrows; said of others too, or they would do as
     # the function does that calls them.
     options: dict[str, Any] = {"nogil": True, "inline": "always" if inlined else "never", "_nrt": not borrows}

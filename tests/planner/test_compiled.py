@@ -350,6 +350,45 @@ def _plain_numbers(annotation: str) -> bool:
     return set(re.findall(r"\w+", annotation)) <= {"tuple", "int", "float", "bool", "None"}
 
 
+@compiled.by_address
+class Columns(NamedTuple):
+    """A named tuple that compiled functions pass by address."""
+
+    numbers: np.ndarray
+    factor: int
+    pair: tuple[int, int]
+
+
+@compiled.borrowing
+@compiled.compiled
+def _weighted(columns: Columns, i: int) -> int:
+    return columns.numbers[i] * columns.factor + columns.pair[1]
+
+
+@compiled.compiled
+def _all_weighted(columns: Columns) -> tuple[int, np.ndarray]:
+    total = 0
+    for i in range(len(columns.numbers)):
+        total += _weighted(columns, i)
+    return total, columns.numbers
+
+
+def test_a_named_tuple_is_passed_by_address(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine_code, "_OnDisk", machine_code._Nowhere)
+    numbers = np.arange(5)
+    before = sys.getrefcount(numbers)
+    with compiled.planning(math.inf):
+        for length in (3, 5):
+            total, same = _all_weighted(Columns(numbers[:length], 10, (1, 2)))
+            assert (total, same.tolist()) == (10 * length * (length - 1) // 2 + 2 * length, list(range(length)))
+            for i in range(100):
+                assert _weighted(Columns(numbers, 10, (1, 2)), i % 5) == i % 5 * 10 + 2
+    del same
+    assert sys.getrefcount(numbers) == before
+    (signature,) = _weighted.dispatcher.signatures
+    assert str(signature[0]).startswith("Address(Columns")
+
+
 def test_a_constant_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch):
     def nowhere(*_: Any) -> None:
         raise RuntimeError("cannot cache function: no locator available")

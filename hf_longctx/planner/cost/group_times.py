@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_longctx.planner.compiled import borrowing, compiled, listed, remembered
+from hf_longctx.planner.compiled import borrowing, by_address, compiled, listed, remembered
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
 from hf_longctx.planner.placing.rank_shares import slowest_of_kinds, slowest_share
 from hf_longctx.planner.stages.causal_chunks import best_chunks, counted
@@ -23,6 +23,7 @@ LARGEST_PRODUCT = 2.0**62
 """Largest product of a document's tokens and those of its slowest rank: 64-bit integers hold it."""
 
 
+@by_address
 class PlacementContext(NamedTuple):
     """Ranks and cost coefficients, as a named tuple for the compiled functions."""
 
