@@ -24,6 +24,7 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_longctx.checkpoint import folder as folders
+from hf_longctx.checkpoint import writer
 from hf_longctx.checkpoint.adapter_weights import (
     adapter_weights,
     by_all_names,
@@ -43,7 +44,7 @@ from hf_longctx.checkpoint.export import (
     saved_dtype,
 )
 from hf_longctx.checkpoint.folder import TRAINING_STATE, CheckpointError
-from hf_longctx.checkpoint.lock import locked
+from hf_longctx.checkpoint.lock import locked, refuse_apart
 from hf_longctx.checkpoint.rank_messages import Ranks
 from hf_longctx.checkpoint.reader import CheckpointReader
 from hf_longctx.checkpoint.state import (
@@ -151,8 +152,8 @@ class Checkpoints:
             writes: whether the run leaves other files there, and holds it even if it writes no checkpoint.
 
         Raises:
-            CheckpointError: another run holds it, or has written checkpoints that this one would overwrite; or nothing can be
-                written there.
+            CheckpointError: another run holds it, or has written checkpoints that this one would overwrite; nothing can be
+                written there; or it is another folder on another rank.
         """
         if self._alone:
             yield
@@ -167,6 +168,8 @@ class Checkpoints:
                     problem = str(error)
             if problem := self.ranks.agreed(problem):
                 raise CheckpointError(problem)
+            if self._saves:
+                refuse_apart(Path(self._trainer.args.output_dir), self.ranks, writer.VISIBLE_SECONDS)
             self._alone = True
             try:
                 yield

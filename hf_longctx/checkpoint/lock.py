@@ -6,6 +6,7 @@ import fcntl
 import os
 import socket
 import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,11 +15,14 @@ from typing import IO, Any
 from transformers.utils import logging
 
 from hf_longctx.checkpoint.folder import CheckpointError, checkpoints, serial_of
+from hf_longctx.checkpoint.rank_messages import Ranks
 
 logger = logging.get_logger(__name__)
 
 LOCK = "_lock"
 """Names with this beginning are not uploaded when Trainer pushes the directory during training."""
+SHOWN = 3
+"""Ranks that an error names."""
 SECONDS = 60.0
 """How long a job waits for one that is about to end, as when a launcher starts ranks again."""
 
@@ -78,6 +82,38 @@ def locked(output_dir: Path, asked: Any = True) -> Iterator[None]:
         path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # of a full disk, once more
             file.close()
+
+
+def refuse_apart(output_dir: Path, ranks: Ranks, seconds: float) -> None:
+    """Return if all ranks see what rank 0 writes into the output directory within `seconds`. Collective.
+
+    Raises:
+        CheckpointError: one does not, as where each machine has a disk of its own; or rank 0 can write nothing.
+    """
+    mark = output_dir / ranks.agreed(f"{LOCK}-{uuid.uuid4().hex}")  # a file of its own: some systems show no open ones
+    problem = None
+    try:
+        if ranks.rank == 0:
+            try:
+                mark.touch()
+            except OSError as error:
+                problem = str(_unwritable(output_dir, error))
+        if problem := ranks.agreed(problem):
+            raise CheckpointError(problem)
+        deadline = time.monotonic() + seconds
+        while not (seen := mark.exists()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        places = ranks.gathered((seen, f"{output_dir.absolute()} on {socket.gethostname()}"))
+    finally:
+        if ranks.rank == 0:
+            mark.unlink(missing_ok=True)
+    apart = [f"rank {rank} ({place})" for rank, (seen, place) in enumerate(places) if not seen]
+    if apart:
+        raise CheckpointError(
+            f"all ranks must see the same output_dir, and {len(apart)} of {len(places)} do not see after {seconds:g} s what rank "
+            f"0 writes into {places[0][1]}: {', '.join(apart[:SHOWN])}{', ...' if apart[SHOWN:] else ''}. Valid: an output_dir "
+            "on a disk that all machines share; or save_strategy='no', which writes no checkpoints"
+        )
 
 
 def _unwritable(output_dir: Path, error: OSError) -> CheckpointError:

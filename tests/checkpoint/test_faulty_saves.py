@@ -63,20 +63,36 @@ def test_a_disk_that_stays_full_ends_training_with_an_error(ranks2: RankPool, tm
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-1", "checkpoint-2"}
 
 
-def apart(output: Path) -> tuple[str, list[str]]:
+def apart(output: Path, later: bool) -> tuple[str, list[str]]:
     before, writer.VISIBLE_SECONDS = writer.VISIBLE_SECONDS, 0.2
-    own = output / os.environ["RANK"]
+    mine = output / os.environ["RANK"]
+
+    class Lost(TrainerCallback):
+        """Takes the folder away that all saw when training began."""
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                args.output_dir = str(mine)
+
     try:
-        run(own, num_train_epochs=1)
+        run(output if later else mine, callbacks=[Lost()] if later else [], num_train_epochs=1)
     except CheckpointError as error:
-        return str(error), [path.name for path in own.iterdir()]
+        return str(error), [path.name for path in mine.rglob("*")]
     finally:
         writer.VISIBLE_SECONDS = before
     return "", []
 
 
-def test_ranks_that_do_not_see_the_same_folder_are_told_so(ranks2: RankPool, tmp_path):
-    for message, left in ranks2.run(apart, tmp_path):
+def test_ranks_that_do_not_see_the_same_folder_do_not_begin(ranks2: RankPool, tmp_path):
+    for message, left in ranks2.run(apart, tmp_path, False):
+        assert f"1 of 2 do not see after 0.2 s what rank 0 writes into {tmp_path / '0'} on " in message
+        assert f": rank 1 ({tmp_path / '1'} on " in message
+        assert "save_strategy='no'" in message
+        assert not left
+
+
+def test_ranks_that_no_longer_see_the_same_folder_are_told_so(ranks2: RankPool, tmp_path):
+    for message, left in ranks2.run(apart, tmp_path, True):
         assert "rank 0 does not see it after 0.2 s: all ranks must see the same output_dir" in message
         assert not left
 
