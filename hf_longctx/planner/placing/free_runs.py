@@ -104,3 +104,27 @@ def sink(queue: np.ndarray, key: np.ndarray, place: int, entries: int) -> None: 
         queue[place] = least
         place = child
     queue[place] = entry
+
+
+@borrowing
+@compiled
+def put(entry: int, queue: np.ndarray, key: np.ndarray, entries: int) -> int:  # pragma: no cover - compiled
+    """Put an entry into a heap, see `heapify`, that has so many; return how many it has then."""
+    place = entries
+    while place > 0:
+        parent = queue[(place - 1) // 2]
+        if key[parent] < key[entry] or (key[parent] == key[entry] and parent < entry):
+            break
+        queue[place] = parent
+        place = (place - 1) // 2
+    queue[place] = entry
+    return entries + 1
+
+
+@borrowing
+@compiled
+def take_first(queue: np.ndarray, key: np.ndarray, entries: int) -> int:  # pragma: no cover - compiled
+    """Take the first entry out of a heap, see `heapify`, that has so many; return how many are left."""
+    queue[0] = queue[entries - 1]
+    sink(queue, key, 0, entries - 1)
+    return entries - 1

@@ -37,13 +37,12 @@ from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.placing.bisection import Large
 from hf_longctx.planner.placing.free_runs import heapify, is_free_with_next, join_next, remove_first, sift_up, sink
 from hf_longctx.planner.placing.niche_sizes import first_in_time, least_work_of, time_of, units_for
+from hf_longctx.planner.placing.rank_blocks import ROUNDED
 
 FIRST_DELAY = 2000
 """Divisor of the target: by so much it moves at first where no niche is left; then by half as much again each time."""
 FEW_UNITS = 16
 """Units of a group up to which its ranks are sorted as they come. Calling a sort for each group took a quarter of all time."""
-ROUNDED = 1e-9
-"""A share of what ranks can do that is more than float64 loses in a sum of it."""
 
 
 class Niches(NamedTuple):

@@ -22,17 +22,17 @@ Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
-from typing import Any
-
 import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.cost.group_times import PlacementContext, ends_within, equal_time, group_time
+from hf_longctx.planner.placing.free_runs import heapify, put, sink, take_first
 
 NEARLY_BUSY = 1.02
 """Times what unequal ranks must compute for a document that is all of their time: more ranks are not tried then."""
+ROUNDED = 1e-9
+"""A share of what ranks can do that is more than float64 loses in a sum of it."""
 STEPS = 8
 """More ranks are tried by an eighth each time."""
 
@@ -184,10 +184,28 @@ def _gcd(a: int, b: int) -> int:  # pragma: no cover - compiled
 
 
 @compiled
+def least_work_from(
+    lengths: np.ndarray, footprints: np.ndarray, context: PlacementContext
+) -> np.ndarray:  # pragma: no cover - compiled
+    """float64 [documents + 1]: nanoseconds of all ranks together that the documents from each on take at least; zeros where ranks
+    are unequal, or stages of a pipeline: then that is not known."""
+    work = np.zeros(len(lengths) + 1)
+    if not context.uniform or context.stages > 1:
+        return work
+    lengths, footprints, total = listed(lengths), listed(footprints), 0.0
+    for i in range(len(lengths) - 1, -1, -1):
+        fewest = max(-(-footprints[i] // context.capacity), 1)
+        total += work_of(lengths[i], fewest, context.coefficients) + context.micro_batch * fewest
+        work[i] = total
+    return work
+
+
+@compiled
 def place_in_blocks(
     lengths: np.ndarray,
     footprints: np.ndarray,
     best: np.ndarray,
+    work_from: np.ndarray,
     next_document: int,
     target: int,
     even: bool,
@@ -200,84 +218,135 @@ def place_in_blocks(
 
     Args:
         lengths, footprints, best: int64 [documents]: tokens; tokens that the group must have room for; best group size.
+        work_from: float64 [documents + 1], of `least_work_from`.
         next_document: the first to be placed; those before it stand on shelves.
         even: whether blocks are divided evenly.
         first_rank, sizes: int64 [documents], filled: each group is first_rank to first_rank + sizes - 1.
         loads: int64 [world_size], changed: when each rank has done its documents.
     """
     world_size = len(loads)
-    lengths, footprints, best, before = listed(lengths), listed(footprints), listed(best), listed(context.before)
-    # At most one for each rank, as many again where they are cut at borders of nodes, and the rest that each document leaves.
-    blocks = 2 * world_size + len(lengths) + 1
-    start, width = listed(np.zeros(blocks, np.int64)), listed(np.zeros(blocks, np.int64))
-    height = listed(np.zeros(blocks, np.int64))
-    busy = listed(loads)
-    count = 0
+    # A block is known by its first rank, [world_size] each: its ranks, and when they are done.
+    width, height = listed(np.zeros(world_size, np.int64)), listed(loads.copy())
     rank = 0
     while rank < world_size:  # ranks that end together are one block
         end = rank + 1
-        while end < world_size and busy[end] == busy[rank]:
+        while end < world_size and height[end] == height[rank]:
             end += 1
-        start[count], width[count], height[count] = rank, end - rank, busy[rank]
-        count += 1
+        width[rank] = end - rank
         rank = end
-    open_blocks: Any = [(height[block], start[block], block) for block in range(count)]
-    open_blocks.sort()  # a sorted list is a heap: the lowest block first
-    # The widest first. Not empty for a moment: numba takes the type of a list from what is in it.
-    narrow: Any = [(np.int64(0), np.int64(0))]  # (-tokens of room, block)
-    narrow.pop()
+    placed = _fill_blocks(
+        listed(lengths),
+        listed(footprints),
+        listed(best),
+        listed(work_from),
+        next_document,
+        target,
+        even,
+        context,
+        width,
+        height,
+        listed(np.empty(world_size, np.int64)),
+        listed(np.empty(world_size, np.int64)),
+        listed(np.empty(world_size, np.int64)),
+        first_rank,
+        sizes,
+    )
+    rank = 0
+    while placed and rank < world_size:
+        loads[rank : rank + width[rank]] = height[rank]
+        rank += width[rank]
+    return placed
+
+
+@borrowing
+@compiled
+def _fill_blocks(
+    lengths: np.ndarray,
+    footprints: np.ndarray,
+    best: np.ndarray,
+    work_from: np.ndarray,
+    next_document: int,
+    target: int,
+    even: bool,
+    context: PlacementContext,
+    width: np.ndarray,
+    height: np.ndarray,
+    lowest: np.ndarray,
+    narrow: np.ndarray,
+    lacking: np.ndarray,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+) -> bool:  # pragma: no cover - compiled
+    """Takes blocks for one document after the other; arguments as for `place_in_blocks`, and these, int64 [world_size]:
+
+    Args:
+        width, height: by first rank of each block, changed: its ranks, and nanoseconds.
+        lowest: a heap of blocks that may be wide enough, the lowest first.
+        narrow: a heap of those that are not, the widest first, which have `lacking` tokens.
+    """
+    world_size, node = len(width), context.node
+    room_left, rank, count, waiting = 0.0, 0 * target, 0 * target, 0 * target
+    while rank < world_size:
+        lowest[count] = rank
+        count += 1
+        room_left += float(max(target - height[rank], 0)) * width[rank]
+        rank += width[rank]
+    heapify(lowest, height, count)
+    lost = room_left * ROUNDED
     fit_from = len(lengths)  # from this document on, all fit into a node
-    while fit_from > next_document and footprints[fit_from - 1] <= context.node * context.capacity:
+    while fit_from > next_document and footprints[fit_from - 1] <= node * context.capacity:
         fit_from -= 1
     for i in range(next_document, len(lengths)):
-        if i == fit_from and context.node < world_size:
+        if work_from[i] > room_left + lost:
+            return False
+        if i == fit_from and node < world_size:
             # Cut at the borders of nodes: ranks 3 to 12, of nodes of 4, become 3, 4 to 7, 8 to 11 and 12. Blocks that waited are
             # open again, too; those that are too narrow wait anew.
-            before_cut = count
-            for block in range(before_cut):
-                first, end = start[block], start[block] + width[block]
-                border = (first // context.node + 1) * context.node
-                width[block] = min(end, border) - first
-                while border < end:
-                    start[count], height[count] = border, height[block]
-                    width[count] = min(end, border + context.node) - border
-                    border += context.node
-                    count += 1
-            open_blocks = [(height[block], start[block], np.int64(block)) for block in range(count)]
-            open_blocks.sort()
-            narrow.clear()
-        while len(narrow) and -narrow[0][0] >= footprints[i]:
-            block = heappop(narrow)[1]
-            heappush(open_blocks, (height[block], start[block], block))
+            rank, count, waiting = 0 * target, 0 * target, 0 * target
+            while rank < world_size:
+                end = rank + width[rank]
+                border = min((rank // node + 1) * node, end)
+                width[rank] = border - rank
+                if border < end:
+                    width[border], height[border] = end - border, height[rank]
+                lowest[count] = rank
+                count += 1
+                rank = border
+            heapify(lowest, height, count)
+        while waiting > 0 and -lacking[narrow[0]] >= footprints[i]:
+            block = narrow[0]
+            waiting = take_first(narrow, lacking, waiting)
+            count = put(block, lowest, height, count)
         placed = False
-        while len(open_blocks) and not placed:
-            block = heappop(open_blocks)[2]
-            first, most, load = start[block], width[block], height[block]
-            room = before[first + most] - before[first]
+        while count > 0 and not placed:
+            block = lowest[0]
+            most, load = width[block], height[block]
+            room = context.before[block + most] - context.before[block]
             if room < footprints[i]:
-                heappush(narrow, (-room, block))
+                count = take_first(lowest, height, count)
+                lacking[block] = -room
+                waiting = put(block, narrow, lacking, waiting)
                 continue
-            size = smallest_group(lengths[i], footprints[i], best[i], first, most, target - load, 0, context)
+            size = smallest_group(lengths[i], footprints[i], best[i], block, most, target - load, 0, context)
             if size == 0:
                 return False
             if even:
                 # As many such documents as the block holds share all of it: of 8 ranks, two on 3 take 4 each.
                 share = -(-most // (most // size))
-                if share > context.node:
-                    share = -(-share // context.node) * context.node
+                if share > node:
+                    share = -(-share // node) * node
                 if share <= min(most, best[i]):
                     size = share
+            time = group_time(lengths[i], block, size, context)
+            width[block], height[block] = size, load + time
+            room_left -= float(time) * size
+            sink(lowest, height, 0, count)
             if size < most:  # what is left keeps its height, as a block of its own
-                start[count], width[count], height[count] = first + size, most - size, load
-                heappush(open_blocks, (load, first + size, np.int64(count)))
-                count += 1
-            width[block] = size
-            height[block] = load + group_time(lengths[i], first, size, context)
-            heappush(open_blocks, (height[block], first, block))
-            first_rank[i], sizes[i] = first, size
+                rest = block + size
+                width[rest], height[rest] = most - size, load
+                count = put(rest, lowest, height, count)
+            first_rank[i], sizes[i] = block, size
             placed = True
         if not placed:
             return False
-    for block in range(count):
-        loads[start[block] : start[block] + width[block]] = height[block]
     return True

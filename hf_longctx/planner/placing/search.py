@@ -204,7 +204,7 @@ class Search:
         if scattered.on_nodes and scattered.in_windows(target, self.sizes, self.starts, self.loads):
             self.starts[: scattered.on_nodes] -= WORST  # before all others
             self.starts[scattered.on_nodes : wide] = -1
-            columns = (column[:wide] for column in (documents.lengths, documents.footprints, documents.best))
+            columns = *(column[:wide] for column in documents[:3]), self.blocks_of_wide.work_from
             if scattered.on_nodes == wide or place_in_blocks(
                 *columns, scattered.on_nodes, target, False, self.context, self.first_rank, self.sizes, self.loads
             ):

@@ -15,13 +15,14 @@ Integers only. Nothing is sent.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cached_property
 
 import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
-from hf_longctx.planner.placing.rank_blocks import place_in_blocks, smallest_group
+from hf_longctx.planner.placing.rank_blocks import least_work_from, place_in_blocks, smallest_group
 
 MOST = 12
 """Shelves tried for a target; where documents need more than half of all ranks, also more, up to one for each of these."""
@@ -42,6 +43,12 @@ class Shelves:
         self._first_rank, self._sizes = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
         self._begins, self._ends = [0], [0]
         self._loads = [np.zeros(len(context.speeds), np.int64)]
+
+    @cached_property
+    def work_from(self) -> np.ndarray:
+        """float64 [documents + 1], as `place_in_blocks` takes it."""
+        lengths, footprints, _ = self._documents
+        return np.asarray(least_work_from(lengths, footprints, self._context))
 
     def first_that_fits(
         self, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
@@ -67,7 +74,8 @@ class Shelves:
         if begin < 0 or self._ends[count] > target:
             return None
         first_rank[:begin], sizes[:begin], loads[:] = self._first_rank[:begin], self._sizes[:begin], self._loads[count]
-        return bool(place_in_blocks(*self._documents, begin, target, even, self._context, first_rank, sizes, loads))
+        columns = *self._documents, self.work_from
+        return bool(place_in_blocks(*columns, begin, target, even, self._context, first_rank, sizes, loads))
 
     def _add(self) -> None:
         loads = self._loads[-1].copy()
