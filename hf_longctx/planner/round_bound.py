@@ -96,7 +96,11 @@ def _work_of_rounds(
             continue
         worth = np.maximum(work - price * tokens, 0)
         everything = int(worth.sum())
-        for k, count in apart.items():
+        # Where a round holds all of a few such documents, they limit nothing.
+        limiting = {k: count for k, count in apart.items() if count > k}
+        if not limiting:
+            yield rounds * (price * round_tokens) + everything
+        for k, count in limiting.items():
             others = everything - int(worth[:count].sum())
             above = worth[:count]
             if k == 1:  # more than the price of its tokens that a round with this document does

@@ -180,9 +180,10 @@ class RoundsBuilder:
             return False
         before = best = self._places()
         undone = np.flatnonzero(self._round >= kept)
+        waiting = self._waiting(undone)
         for raised in RAISED_BEFORE:
             height = before[-1][kept] * raised // 1000
-            if not self._filled(undone, height)[1][0].any():
+            if not self._filled(waiting, height)[1][0].any():
                 continue  # a document that ends in less time may not end in more, where groups are rounded to whole nodes
             self._put(before)
             self._round[undone] = -1
@@ -206,16 +207,16 @@ class RoundsBuilder:
     def _heights(self, longest: int, halvings: int) -> list[int]:
         return heights_of(longest, halvings, self._documents, self._context).tolist()
 
-    def _filled(self, undone: np.ndarray, height: int) -> tuple[int, Kept]:
+    def _filled(self, documents: Waiting, height: int) -> tuple[int, Kept]:
         """Fill a round of this height, or lower, with these documents; return when it ends, and what it holds."""
-        ranks, sizes = np.empty(len(undone), np.int64), np.empty(len(undone), np.int64)
-        kept = (np.zeros(len(undone), np.bool_), ranks, sizes)
+        count = len(documents.lengths)
+        kept = (np.zeros(count, np.bool_), np.empty(count, np.int64), np.empty(count, np.int64))
         heights, no_windows = np.array([height]), np.empty(0, np.int64)
-        return int(fill_best_round(heights, no_windows, 0, self._waiting(undone), self._context, kept)[0]), kept
+        return int(fill_best_round(heights, no_windows, 0, documents, self._context, kept)[0]), kept
 
     def _add(self, undone: np.ndarray, height: int) -> np.ndarray:
         """Add a round of this height, or lower; return the documents that are left."""
-        end, (placed, ranks, sizes) = self._filled(undone, height)
+        end, (placed, ranks, sizes) = self._filled(self._waiting(undone), height)
         assert placed.any(), "the longest document ends within the height"
         done = undone[placed]
         self._round[done], self._first_rank[done] = len(self._times), ranks[placed]
@@ -285,24 +286,25 @@ class RoundsBuilder:
         """Yield when one round of all these documents ends, or two, and the heights of these rounds, where that is within
         `limit`. `now`: how many rounds there are."""
         full = -(-int(self._documents.tokens[undone].sum()) // self._topology.tokens)
+        waiting = self._waiting(undone)
         if full == 1:
-            height, end = self._of_all(undone, limit)
+            height, end = self._of_all(undone, waiting, limit)
             if height:
                 yield end, [height]
         if full > 2 or now < 3:  # two cannot hold them, or they are no more than two now
             return
         for first in self._heights(undone[0], LAST_HALVINGS):
-            end, (placed, *_) = self._filled(undone, first)
+            end, (placed, *_) = self._filled(waiting, first)
             rest = undone[~placed]
             # Spread evenly over all ranks, the rest would take so long: where that is too long, no second round is searched for.
             if 0 < len(rest) < len(undone) and end + self._spread_evenly(rest) < limit:
-                height, last_end = self._of_all(rest, limit - end)
+                height, last_end = self._of_all(rest, self._waiting(rest), limit - end)
                 if height:
                     yield end + last_end, [first, height]
 
-    def _of_all(self, undone: np.ndarray, limit: int) -> tuple[int, int]:
-        """The lowest height of a round of all these documents, and when it ends; zeros if that is beyond `limit`."""
-        return lowest_that_holds_all(int(self._documents.least[undone[0]]), limit, self._waiting(undone), self._context)
+    def _of_all(self, undone: np.ndarray, documents: Waiting, limit: int) -> tuple[int, int]:
+        """The lowest height of a round of all documents that are `undone`, and when it ends; zeros if that is beyond `limit`."""
+        return lowest_that_holds_all(int(self._documents.least[undone[0]]), limit, documents, self._context)
 
 
 def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:

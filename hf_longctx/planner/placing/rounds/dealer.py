@@ -9,7 +9,6 @@ is sent.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,18 +16,14 @@ import numpy as np
 
 from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.placing.rounds.dealing import deal
-from hf_longctx.planner.placing.rounds.levels import estimated, lowest_height
+from hf_longctx.planner.placing.rounds.levels import COUNTS, levels
 from hf_longctx.planner.placing.rounds.sequence import Documents, heights_of, waiting_of
 from hf_longctx.planner.placing.rounds.unequal_dealing import deal_to_unequal
 from hf_longctx.planner.placing.rounds.waiting_documents import Waiting
 from hf_longctx.planner.topology import FULL, Topology
 
-COUNTS = 3
-"""Numbers of rounds to which the same documents may be dealt: the fewest that hold them, and those above."""
-FEW_ROUNDS, FEW_HALVINGS = 4, 3
-"""Up to so many rounds, more heights are looked at; how often the ratio of neighbours is halved (sequence.py)."""
-STEPS = 32
-"""Share of rounds by which more are looked at next, a 32nd, where 64 or more are too few."""
+FEW_HALVINGS = 3
+"""How often the ratio of neighbouring heights is halved (sequence.py)."""
 DEALT = 3
 """Most estimates, the lowest first, of which documents are dealt."""
 FEW_DOCUMENTS, DEALT_OF_FEW = 500, 8
@@ -112,27 +107,15 @@ class Dealer:
 
     def _levels(self, undone: np.ndarray) -> Iterator[Estimate]:
         """Yield rounds of about one height, which may hold these documents."""
-        documents, context = self._waiting(undone), self._context
-        footprints, own, alone = self._documents.footprints, self._documents.tokens, self._documents.alone
-        low, *between, high = heights_of(int(undone[0]), FEW_HALVINGS, self._documents, context).tolist()
-        whole = undone[footprints[undone] <= context.capacity][:1]
-        fewest = -(-int(own[undone].sum()) // self._topology.tokens)
-        for even in (False, True) if context.node < self._topology.world_size else (False,):
-            counted = 0
-            for rounds in range(fewest, 2 * fewest + FEW_ROUNDS, max(1, fewest // STEPS)):
-                height = int(lowest_height(rounds, low, high, even, documents, context))
-                if not height:
-                    continue
-                heights = [height, *(max(height, int(time) + context.micro_batch) for time in alone[whole])]
-                if rounds <= FEW_ROUNDS:
-                    heights += [more for more in (low, *between, high) if more > height]
-                for tried in dict.fromkeys(heights):
-                    end = estimated(rounds, tried, even, True, documents, context)[1]
-                    if end < math.inf:
-                        yield Estimate(int(end), rounds, tried, even)
-                counted += 1
-                if counted == COUNTS:
-                    break
+        context, alone = self._context, self._documents.alone
+        heights = heights_of(int(undone[0]), FEW_HALVINGS, self._documents, context)
+        whole = undone[self._documents.footprints[undone] <= context.capacity][:1]
+        longest_whole = int(alone[whole[0]]) + context.micro_batch if len(whole) else 0
+        fewest = -(-int(self._documents.tokens[undone].sum()) // self._topology.tokens)
+        for end, rounds, height, even in levels(
+            fewest, heights, longest_whole, self._waiting(undone), context
+        ).tolist():
+            yield Estimate(end, rounds, height, bool(even))
 
     def _waiting(self, undone: np.ndarray) -> Waiting:
         return Waiting(*waiting_of(self._documents, undone))

@@ -34,6 +34,12 @@ HALVINGS = 20
 """Bisections of the interval that holds the level."""
 PRECISION = 500
 """A height is found to a 500th."""
+COUNTS = 3
+"""Numbers of rounds to which the same documents may be dealt: the fewest that hold them, and those above."""
+FEW_ROUNDS = 4
+"""Up to so many, more heights are looked at."""
+STEPS = 32
+"""Share of rounds by which more are looked at next, a 32nd, where 64 or more are too few."""
 SHARES = (2, 3, 4, 6, 8)
 """Parts of a rank's tokens, as divisors: beside a document that leaves less than one, none of so many tokens fits."""
 
@@ -65,6 +71,42 @@ def first_whole(height: int, documents: Waiting, context: PlacementContext) -> i
         _first_up_to(height - context.micro_batch, 0, documents.alone),
         _first_up_to(context.capacity, 0, documents.footprints),
     )
+
+
+@compiled
+def levels(
+    fewest: int, heights: np.ndarray, whole: int, documents: Waiting, context: PlacementContext
+) -> np.ndarray:  # pragma: no cover - compiled
+    """Look for rounds of about one height that may hold all documents.
+
+    Args:
+        fewest: rounds that hold all tokens.
+        heights: int64, nanoseconds, ascending: what the height may be.
+        whole: nanoseconds of the longest document that one rank holds, in a micro-batch; 0 if there is none.
+
+    Returns:
+        int64 [levels, 4]: nanoseconds that all rounds take, about; how many they are; their height; whether groups share nodes
+        evenly.
+    """
+    rows, count = np.empty((2 * COUNTS * (len(heights) + 2), 4), np.int64), 0
+    for even in (False, True):
+        if even and context.node >= len(context.speeds):
+            continue
+        enough = 0
+        for rounds in range(fewest, 2 * fewest + FEW_ROUNDS, max(1, fewest // STEPS)):
+            lowest = lowest_height(rounds, heights[0], heights[-1], even, documents, context)
+            if lowest == 0:
+                continue
+            higher = np.append(whole, heights if rounds <= FEW_ROUNDS else heights[:0])
+            for height in np.append(lowest, higher[higher > lowest]):
+                end = estimated(rounds, height, even, True, documents, context)[1]
+                if end < np.inf:
+                    rows[count, 0], rows[count, 1], rows[count, 2], rows[count, 3] = int(end), rounds, height, even
+                    count += 1
+            enough += 1
+            if enough == COUNTS:
+                break
+    return rows[:count]
 
 
 @compiled
