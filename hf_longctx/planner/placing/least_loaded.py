@@ -20,12 +20,14 @@ import numpy as np
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, unequal_time
+from hf_longctx.planner.placing.rank_blocks import ROUNDED
 
 
 @compiled
 def place_on_least_loaded(
     lengths: np.ndarray,
     footprints: np.ndarray,
+    work_from: np.ndarray,
     wide: int,
     target: int,
     limit: int,
@@ -39,6 +41,7 @@ def place_on_least_loaded(
 
     Args:
         lengths, footprints: int64 [documents]: tokens; tokens that the group must have room for.
+        work_from: float64 [documents + 1], of rank_blocks.py's `least_work_from`.
         wide: how many of the first documents go over all ranks, one after another.
         target: nanoseconds.
         limit: nanoseconds: a placement that ends then, or later, is of no use.
@@ -57,7 +60,11 @@ def place_on_least_loaded(
     ranks = listed(np.arange(world_size))  # by ascending load
     count = members = 0
     first_member[0] = 0
+    room_left = float(limit) * world_size
+    lost = room_left * ROUNDED
     for i in range(len(lengths)):
+        if work_from[i] > room_left + lost:
+            return -1
         fewest, room = 0, 0
         while room < footprints[i]:
             room += capacities[ranks[fewest]]
@@ -67,6 +74,8 @@ def place_on_least_loaded(
             fewest = most
         size, finish, speed, summed = 0, 2**62, 0, 0
         for candidate in range(fewest, most + 1):
+            if context.uniform and busy[ranks[candidate - 1]] >= finish:
+                break
             rounded = candidate
             if candidate > 1 and -(-candidate // context.multiple) * context.multiple <= most:
                 rounded = -(-candidate // context.multiple) * context.multiple
@@ -91,6 +100,7 @@ def place_on_least_loaded(
         begin = busy[ranks[size - 1]]
         for j in range(size):
             rank = ranks[j]
+            room_left -= float(finish - busy[rank])
             if busy[rank] < begin:
                 holes[count, 0], holes[count, 1], holes[count, 2] = begin - busy[rank], rank, i
                 count += 1

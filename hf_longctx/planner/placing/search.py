@@ -361,8 +361,9 @@ class Search:
         first_member, member = np.empty(large + 1, np.int64), np.empty(large * world_size, np.int64)
         loads = np.empty(world_size, np.int64)
         holes = np.empty((large * world_size, 3), np.int64)
+        work_from = self.blocks.work_from
         count = place_on_least_loaded(
-            split, self.room, wide, target, limit, context, first_member, member, loads, holes
+            split, self.room, work_from, wide, target, limit, context, first_member, member, loads, holes
         )
         if count < 0:
             return None
