@@ -40,7 +40,7 @@ import numpy as np
 
 from hf_longctx.hardware.model_sizes import ModelFlops, model_flops
 from hf_longctx.hardware.speeds import GPU, RankSpeed
-from hf_longctx.planner.compiled import borrowing, compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 
 PS_PER_NS = 1000
 UNLIMITED = 2**40
@@ -352,6 +352,7 @@ def _nanoseconds(times: Any, bits: int) -> Any:
     return np.minimum(times, most) << bits if isinstance(times, np.ndarray) else min(times, most) << bits
 
 
+@inlined
 @borrowing
 @compiled
 def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # pragma: no cover - compiled
