@@ -3,6 +3,7 @@ start together compile once; machine code kept on disk is never older than any o
 
 import ast
 import fcntl
+import importlib.util
 import itertools
 import json
 import math
@@ -415,6 +416,36 @@ def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Pa
     assert run() == ["20", "1"], "taken from the disk"
     (tmp_path / "callee.py").write_text(CALLEE.format(added=200))
     assert run() == ["2010", "0"]
+
+
+def test_an_end_while_machine_code_is_kept_leaves_none_of_other_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """numba writes an index of the new sources before the data that it names: there must be no old data of that name."""
+
+    def result() -> int:
+        machine_code._sources.cache_clear()
+        specification = importlib.util.spec_from_file_location("callee", tmp_path / "callee.py")
+        assert specification is not None
+        assert specification.loader is not None
+        callee = importlib.util.module_from_spec(specification)
+        specification.loader.exec_module(callee)
+        compiled._forms.clear()
+        return callee.inner.dispatcher(1)
+
+    def end(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compiled, "_forms", {})
+    (tmp_path / "callee.py").write_text(CALLEE.format(added=1))
+    assert result() == 2
+    (tmp_path / "callee.py").write_text(CALLEE.format(added=200))
+    with monkeypatch.context() as ending:
+        ending.setattr(numba.core.caching.IndexDataCacheFile, "_save_data", end)
+        with pytest.raises(KeyboardInterrupt):
+            result()
+    assert result() == 201
+    machine_code._sources.cache_clear()
 
 
 @pytest.mark.processes
