@@ -6,13 +6,14 @@ this rank's slices. Planning and reading run one step or more ahead: in the load
 any, else in a thread. Every rank derives the same global batches and plans from the same lengths; nothing is sent.
 """
 
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from typing import Any
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler, get_worker_info
 
+from hf_longctx.data.ahead import Ahead
 from hf_longctx.data.collator import LengthAwareCollator, RankStep, rank_step
 from hf_longctx.data.long_documents import Pieces
 from hf_longctx.data.step_plans import StepPlans
@@ -24,6 +25,12 @@ Order = tuple[int, int, Adjustment]
 
 AHEAD = 2
 """Steps prepared in advance by the thread. One hides planning and reading; the second absorbs a slow read."""
+LOOK_SECONDS = 0.2
+"""How often who waits for a step asks whether it is still wanted."""
+
+
+class NotWanted(Exception):
+    """Raised in place of a step that is not prepared yet, where the program was told to end."""
 
 
 class PlannedSteps(Dataset[RankStep]):
@@ -48,8 +55,10 @@ class PlannedSteps(Dataset[RankStep]):
         self.adjustments = Adjustments()
         self.ahead = AHEAD
         """Steps that are prepared in advance where there are no worker processes."""
+        self.told_to_end: Callable[[], bool] | None = None
+        """Whether nobody wants further steps: then a step that is not prepared yet raises NotWanted."""
         self._prepared: dict[Order, Future[RankStep]] = {}
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Ahead | None = None
 
     @property
     def collator(self) -> LengthAwareCollator:
@@ -92,7 +101,12 @@ class PlannedSteps(Dataset[RankStep]):
         for request in wanted:
             if request not in self._prepared:
                 self._prepared[request] = self._threads.submit(self.prepare, *request)
-        return self._prepared.pop(order).result()
+        step_ahead = self._prepared.pop(order)
+        if (told_to_end := self.told_to_end) is not None:
+            while wait([step_ahead], LOOK_SECONDS).not_done:
+                if told_to_end():
+                    raise NotWanted
+        return step_ahead.result()
 
     def prepare(self, epoch: int, step: int, adjustment: Adjustment) -> RankStep:
         """Plans one step and reads this rank's part of it."""
@@ -102,12 +116,12 @@ class PlannedSteps(Dataset[RankStep]):
         columns = self.plans.read(self.dataset, epoch, step, [layout for _, layout in layouts], rank)
         return self.collator.ordered(rank_step(planned, layouts, rank, *columns, (epoch, step)))
 
-    def _new_threads(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(max_workers=1, thread_name_prefix="hf_longctx-loader")
+    def _new_threads(self) -> Ahead:
+        return Ahead(1, "hf_longctx-loader")
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out what is prepared ahead: it stays in this process, not in its workers."""
-        return self.__dict__ | {"_prepared": {}, "_threads": None}
+        return self.__dict__ | {"_prepared": {}, "_threads": None, "told_to_end": None}
 
 
 class StepSampler(Sampler[list[Order]]):

@@ -33,14 +33,14 @@ def agree_on_plan(digest: int, device: torch.device, leave: bool = False) -> boo
         Whether any rank has been: the same on all of them.
 
     Raises:
-        RuntimeError: on every rank, the plans differ.
+        RuntimeError: on every rank, the plans differ, and none is to leave.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return leave
     # The largest digest and the largest complement: ~x = -x - 1 reverses the order without overflowing.
     largest_of = torch.tensor([digest, ~digest, leave], dtype=torch.int64, device=device)
     largest, complement, any_leaves = largest_over_ranks(largest_of).tolist()
-    if largest != ~complement:
+    if largest != ~complement and not any_leaves:
         raise RuntimeError(
             f"the ranks planned different steps: digests range from {~complement:#x} to {largest:#x}, rank "
             f"{dist.get_rank()} has {digest:#x}. Every rank must see the same documents in the same "

@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 import torch
 
 from hf_longctx.checkpoint.checkpoints import Checkpoints
-from hf_longctx.data.loader import PlannedDataLoader
+from hf_longctx.data.loader import NotWanted, PlannedDataLoader
 from hf_longctx.models.loss.token_metrics import TokenMetrics, forward_arguments, means
 from hf_longctx.parallel.reduction import agree_on_plan, sum_step
 from hf_longctx.parallel.sharding import is_sharded
@@ -31,17 +31,24 @@ def mean_metrics(trainer: Any, dataloader: PlannedDataLoader) -> dict[str, float
     work = Work(router_loss=False, sharded=sharded, arguments=forward_arguments(token_metrics))
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     with progress.evaluation():
-        for step in dataloader:
-            refuse_other_batch(step)
+        try:
+            for step in dataloader:
+                refuse_other_batch(step)
+                progress.begin("agreeing on the plan", collective=True)
+                if agree_on_plan(step.fingerprint, device, trainer.checkpoints.termination.requested):
+                    _leave(trainer)
+                # Weights under FSDP2 are in the dtype they compute in already.
+                with torch.no_grad(), nullcontext() if sharded is not None else trainer.accelerator.autocast():
+                    loss = trainer.steps.run(model, step, work)
+                totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
+                trainer.control = trainer.callback_handler.on_prediction_step(
+                    trainer.args, trainer.state, trainer.control
+                )
+                progress.begin("loading data")
+        except NotWanted:
             progress.begin("agreeing on the plan", collective=True)
-            if agree_on_plan(step.fingerprint, device, trainer.checkpoints.termination.requested):
-                _leave(trainer)
-            # Weights under FSDP2 are in the dtype they compute in already.
-            with torch.no_grad(), nullcontext() if sharded is not None else trainer.accelerator.autocast():
-                loss = trainer.steps.run(model, step, work)
-            totals += torch.stack([loss * step.num_items, torch.tensor(float(step.num_items), device=device)])
-            trainer.control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
-            progress.begin("loading data")
+            agree_on_plan(0, device, leave=True)
+            _leave(trainer)
         progress.begin("summing losses", collective=True)
         own_sums = totals[:1] if token_metrics is None else torch.cat([totals[:1], token_metrics.take()])
         sums = sum_step([], own_sums) / trainer.world.tensor_parallel

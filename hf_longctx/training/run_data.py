@@ -189,7 +189,8 @@ class RunData:
         return self._dataloader(planned)
 
     def _dataloader(self, steps: PlannedSteps) -> PlannedDataLoader:
-        args = self._trainer.args
+        args, termination = self._trainer.args, self._trainer.checkpoints.termination
+        steps.told_to_end = lambda: termination.requested
         return PlannedDataLoader(
             steps,
             num_workers=args.dataloader_num_workers,

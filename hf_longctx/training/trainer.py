@@ -76,7 +76,7 @@ from hf_longctx.checkpoint.checkpoints import Checkpoints
 from hf_longctx.checkpoint.export import publish_arguments, saved_as_peft, whole_state_dict
 from hf_longctx.checkpoint.folder import remove_leftovers
 from hf_longctx.data.collator import RankStep
-from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
+from hf_longctx.data.loader import NotWanted, PlannedDataLoader, PlannedSteps
 from hf_longctx.hardware.speeds import CpuKind
 from hf_longctx.models.patch import attention_layers
 from hf_longctx.models.stages import loaded_stages, whole_parameters
@@ -432,7 +432,12 @@ class LongContextMixin(_Trainer):
         self.progress.begin("loading data")
         self.measurements.begin_step()
         began = time.monotonic()
-        batches = list(islice(epoch_iterator, num_batches))
+        try:
+            batches = list(islice(epoch_iterator, num_batches))
+        except NotWanted:
+            self.progress.begin("agreeing on the plan", collective=True)
+            agree_on_plan(0, self.args.device, leave=True)
+            self.checkpoints.leave()
         self.data_wait_seconds = time.monotonic() - began
         self.measurements.step = batches[0] if batches else None
         return batches, None

@@ -2,7 +2,9 @@
 
 import gc
 import json
+import os
 import signal
+import threading
 import time
 import weakref
 from pathlib import Path
@@ -22,11 +24,15 @@ from hf_longctx.checkpoint.rank_messages import Ranks
 from hf_longctx.checkpoint.reader import CheckpointReader
 from hf_longctx.checkpoint.state import as_json, merged
 from hf_longctx.checkpoint.writer import CheckpointWriter, Contents
+from hf_longctx.data.loader import PlannedSteps
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training.saved_runs import LENGTHS, PLUGIN, SETTINGS, STEPS, Limited, Terminates, run
 from tests.builders.training_runs import arguments, documents, fresh_accelerator_state, train
+from tests.worlds.patience import wait_until
 from tests.worlds.rank_pool import RankPool
 
+EVALUATED = 3
+"""Documents of evaluations."""
 EVERY_STEP: dict[str, Any] = {"num_train_epochs": 1, "save_strategy": "steps", "save_steps": 1}
 
 
@@ -37,7 +43,7 @@ def trainer_of(output: Path, model: Any = None, **options: Any) -> LongContextTr
         model=model,
         args=arguments(output, **settings),
         train_dataset=Dataset.from_list(documents(LENGTHS)),
-        eval_dataset=Dataset.from_list(documents(LENGTHS[:3])),
+        eval_dataset=Dataset.from_list(documents(LENGTHS[:EVALUATED])),
         plugin=LongContextPlugin(**(PLUGIN | {"capacity": 80} | options.pop("plugin", {}))),
         **options,
     )
@@ -196,7 +202,7 @@ def test_weights_that_change_for_evaluation_change_after_they_were_copied(tmp_pa
             model=model,
             args=arguments(output, **EVERY_STEP, eval_strategy="epoch"),
             train_dataset=Dataset.from_list(documents(LENGTHS)),
-            eval_dataset=Dataset.from_list(documents(LENGTHS[:3])),
+            eval_dataset=Dataset.from_list(documents(LENGTHS[:EVALUATED])),
             plugin=LongContextPlugin(**(PLUGIN | {"capacity": 80, "async_save": in_background})),
             optimizers=(Halved(model.parameters(), 0.1), None),
         )
@@ -317,6 +323,32 @@ def test_sigterm_in_a_trial_of_a_hyperparameter_search_is_noticed(tmp_path):
     assert leaving.value.code == 143
     assert problem_of(tmp_path / "checkpoint-1") is None
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_sigterm_while_a_step_is_waited_for_saves_and_ends(evaluates, tmp_path, monkeypatch):
+    """Compiling the planner takes longer than launchers wait: 30 s."""
+    prepare, released = PlannedSteps.prepare, threading.Event()
+    waiting = 2 if evaluates else 3, "loading data"
+
+    def stands_still(steps: PlannedSteps, epoch: int, step: int, adjustment: Any) -> Any:
+        if len(steps) == (EVALUATED if evaluates else len(LENGTHS)) and step == (0 if evaluates else 2):
+            assert wait_until(lambda: (trainer.progress.step, trainer.progress.activity) == waiting)
+            os.kill(os.getpid(), signal.SIGTERM)
+            released.wait()
+        return prepare(steps, epoch, step, adjustment)
+
+    monkeypatch.setattr(PlannedSteps, "prepare", stands_still)
+    settings = {"save_steps": 50, "eval_strategy": "steps", "eval_steps": 2}
+    trainer = trainer_of(tmp_path, tiny_llama(), settings=settings, plugin={"global_batch_documents": 2})
+    try:
+        with pytest.raises(SystemExit) as leaving:
+            trainer.train()
+    finally:
+        released.set()
+    assert leaving.value.code == 143
+    assert problem_of(tmp_path / "checkpoint-2") is None
+    assert trainer.run_state.evaluation_due is evaluates
 
 
 def test_groups_of_stages_are_joined_by_their_settings():

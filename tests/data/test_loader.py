@@ -1,7 +1,11 @@
 """An epoch of the planned loader, over all ranks, is every document once; and where documents come from."""
 
 import json
+import subprocess
+import sys
 import threading
+import weakref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,13 +15,16 @@ from accelerate import skip_first_batches
 from datasets import Dataset, concatenate_datasets
 
 from hf_longctx import LengthAwareCollator
+from hf_longctx.data.ahead import Ahead
 from hf_longctx.data.length_index import LengthIndex
-from hf_longctx.data.loader import AHEAD, PlannedDataLoader, PlannedSteps
+from hf_longctx.data.loader import AHEAD, NotWanted, PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.planner import CPU_CORE, CostModel, GlobalBatches, PlanError, Topology
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import Rows, assembled, documents, held_segments
+from tests.worlds.patience import PATIENCE
 
+ROOT = Path(__file__).parents[2]
 COST = CostModel.from_config(tiny_llama().config, CPU_CORE)
 LENGTHS = [3, 150, 17, 60, 2, 9, 33, 40, 8, 21, 5, 90, 12, 6, 28, 50, 100, 2, 14, 30]
 
@@ -155,6 +162,69 @@ def test_the_thread_reads_ahead_while_a_step_is_consumed():
             break
         arrived.wait(0.01)
     assert set(dataset.read) == ahead
+
+
+class SlowReads(Reads):
+    """A data set of which one document cannot be read before `released` is set."""
+
+    slow: int | None = None
+
+    def __init__(self, rows: Rows) -> None:
+        super().__init__(rows)
+        self.reading, self.released = threading.Event(), threading.Event()
+
+    def __getitem__(self, doc: int) -> dict[str, list[int]]:
+        if doc == self.slow:
+            self.reading.set()
+            self.released.wait()
+        return super().__getitem__(doc)
+
+
+def test_a_step_that_nobody_wants_any_more_is_not_waited_for():
+    dataset = SlowReads(documents(LENGTHS))
+    steps = planned(dataset, 0, 1, 200, documents=2)
+    steps.told_to_end = dataset.reading.is_set
+    dataset.slow = int(steps.documents(0, 1)[0])
+    iterator = iter(PlannedDataLoader(steps))
+    next(iterator)
+    try:
+        with pytest.raises(NotWanted):
+            next(iterator)
+    finally:
+        dataset.released.set()
+
+
+@pytest.mark.processes
+def test_a_thread_at_work_does_not_keep_the_program_from_ending():
+    """It may compile the planner, for half a minute, when a launcher waits for the end."""
+    program = """
+import sys, threading
+from hf_longctx.data.ahead import Ahead
+began, stop = threading.Event(), threading.Event()
+working, done = Ahead(1, "works"), Ahead(2, "has nothing to do")
+working.submit(lambda: (began.set(), stop.wait()))
+waiting = working.submit(print, "never")
+began.wait()
+sys.exit(143)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (143, "", "")
+
+
+def test_threads_end_with_what_they_work_for_and_keep_nothing_of_it():
+    ahead, kept = Ahead(2, "hf_longctx-test"), Reads([])
+    gone = weakref.ref(kept)
+    assert ahead.submit(len, kept).result() == 0
+    with pytest.raises(ZeroDivisionError):
+        ahead.submit(divmod, 1, 0).result()
+    threads = ahead.threads
+    del kept, ahead
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    assert gone() is None
 
 
 def test_an_error_of_reading_reaches_the_consumer_at_its_step():

@@ -10,13 +10,13 @@ not answer.
 """
 
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import ray
 from ray.exceptions import GetTimeoutError, RayError
 
+from hf_longctx.data.ahead import Ahead
 from hf_longctx.data.collator import LengthAwareCollator, RankStep, rank_step
 from hf_longctx.data.loader import AHEAD, PlannedSteps
 from hf_longctx.data.long_documents import Pieces
@@ -122,7 +122,7 @@ class RemoteSteps(PlannedSteps):
     def close(self) -> None:
         """Asks for nothing more. On rank 0: ends the actors."""
         if self._threads is not None:
-            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads.end()
         for actor in self._actors.values():
             ray.kill(actor)
 
@@ -188,9 +188,9 @@ class RemoteSteps(PlannedSteps):
         who = f"without an answer: {', '.join(silent)}" if silent else "all actors answer"
         return RemoteError(f"{asked} {what}; {who}. Ray says: {error}")
 
-    def _new_threads(self) -> ThreadPoolExecutor:
+    def _new_threads(self) -> Ahead:
         """Threads, one for each step that is asked for: they wait."""
-        return ThreadPoolExecutor(max_workers=1 + self.ahead, thread_name_prefix="hf_longctx-remote")
+        return Ahead(1 + self.ahead, "hf_longctx-remote")
 
 
 def refuse_small_store(step_tokens: int, ahead: int, store_bytes: int) -> None:
