@@ -96,6 +96,26 @@ for _verb in VERBS:
     app.command(cls=Verb, help=_help, epilog=f"Example: {example(_verb)}")(_verb)
 
 
+def _is_escaped(character: str) -> bool:
+    """Tell whether Python has put it in the place of a byte that it could not read."""
+    return "\udc80" <= character <= "\udcff"
+
+
+def _refuse_start(arguments: Sequence[str]) -> None:
+    """Raise ValueError for what Python was started with, where libraries would end in an error that does not name it."""
+    if sys.flags.optimize >= 2:
+        raise ValueError(
+            "Python leaves docstrings out (-OO, or PYTHONOPTIMIZE=2), and transformers cannot be imported without them. "
+            "Valid: -O, or no such option"
+        )
+    encoding = sys.getfilesystemencoding()
+    if encoding != "utf-8" and (unread := next((text for text in arguments if any(map(_is_escaped, text))), None)):
+        raise ValueError(
+            f"argument {unread!r}: Python reads arguments as {encoding} here, which has not all of its characters. "
+            "Valid: a locale of UTF-8 (LC_ALL=C.UTF-8), or PYTHONUTF8=1"
+        )
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a verb with `arguments`, by default those of the process. Returns the exit code."""
     session, to_user = Session(), Console(stderr=True, highlight=False, soft_wrap=True)
@@ -109,6 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with warnings.catch_warnings():
             warnings.showwarning = show
             warnings.filterwarnings("ignore", BETWEEN_LIBRARIES, FutureWarning)
+            _refuse_start(sys.argv[1:] if arguments is None else arguments)
             typer.main.get_command(app).main(arguments, prog_name="hf-longctx", obj=session)
     except SystemExit as ended:  # how typer ends, also when all went well
         if ended.code == INTERRUPTED:

@@ -1,6 +1,7 @@
 """The command line: help without torch, verbs on every kind of data, errors that say what would be valid."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -89,6 +90,27 @@ def test_help_is_shown_without_a_verb_and_needs_no_torch():
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert "Usage: hf-longctx [OPTIONS] COMMAND" in ran.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("options", "argument", "message"),
+    [
+        (["-OO"], "a", "error: Python leaves docstrings out (-OO, or PYTHONOPTIMIZE=2), and transformers cannot be "),
+        (
+            ["-X", "utf8=0"],
+            "model.path=ö",
+            r"error: argument 'model.path=\udcc3\udcb6': Python reads arguments as ascii",
+        ),
+    ],
+)
+def test_a_python_that_libraries_cannot_run_in_is_refused(options, argument, message):
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0"}
+    program = [sys.executable, *options, "-m", "hf_longctx", "train", "no.yaml", argument]
+    ran = subprocess.run(program, capture_output=True, text=True, check=False, timeout=PATIENCE, env=environment)
+    assert (ran.returncode, ran.stdout) == (2, "")
+    assert message in ran.stderr
+    assert ". Valid: " in ran.stderr
 
 
 def test_wrong_verbs_and_options_are_named(capsys: pytest.CaptureFixture[str], lengths: str):
