@@ -63,7 +63,7 @@ def export(
     Example: hf-longctx export runs/tiny/checkpoint-3 runs/exported --dtype bfloat16
     """
     from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, problem_of, share
-    from hf_longctx.commands.checkpoints.gguf_file import write_gguf
+    from hf_longctx.commands.checkpoints.gguf_file import refuse_without_package, write_gguf
     from hf_longctx.commands.checkpoints.merging import merge_adapter
     from hf_longctx.commands.shared.loading import readable_weights, resolved
     from hf_longctx.commands.shared.outputs import refuse_unwritable
@@ -85,6 +85,7 @@ def export(
     if base and not merge:
         raise ValueError("--base says which weights an adapter is merged into: give --merge too, or leave it out")
     if file_format == "gguf":
+        refuse_without_package()
         if is_adapter and not merge:
             raise ValueError(f"--format gguf writes whole models, and {source} holds an adapter: give --merge too")
         if max_file_size != FILE_SIZE:

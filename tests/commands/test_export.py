@@ -1,7 +1,9 @@
 """`hf-longctx export`: any checkpoint becomes a plain folder with the same weights; what is damaged or none is said."""
 
+import importlib.util
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +209,12 @@ def test_gguf_is_refused_where_its_tokenizer_is_read_otherwise(tmp_path: Path):
     tiny_llama().save_pretrained(tmp_path / "saved")
     with pytest.raises(ValueError, match=r"--format gguf needs transformers>=5\.18"):
         export(tmp_path / "saved", tmp_path / "out", file_format="gguf")
+
+
+def test_the_extra_is_named_before_anything_is_read_where_gguf_is_missing(tmp_path: Path, monkeypatch: Any):
+    tiny_llama().save_pretrained(tmp_path / "saved")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, package=None: None)
+    with pytest.raises(ImportError, match=r"pip install 'hf_longctx\[gguf\]'"):
+        export(tmp_path / "saved", tmp_path / "out", file_format="gguf")
+    assert not (tmp_path / "out").exists()

@@ -67,6 +67,7 @@ def write_gguf(source: Path, folder: Path, dtype: Dtype) -> None:
         ValueError: the model or its tokenizer is one that the file cannot hold, or a weight is missing.
         ImportError: the package gguf is missing.
     """
+    refuse_without_package()
     import numpy as np
     import torch
     from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
@@ -129,18 +130,17 @@ def _architecture_of(config: Any) -> Any:
     return next(key for key, name in MODEL_ARCH_NAMES.items() if name == ARCHITECTURES[config.model_type])
 
 
-def refuse_configuration(config: Any) -> None:
-    """Raises ValueError unless transformers makes the same model of what the file says of it, and where it is one before 5.18,
-    which reads other tokenizers back.
-
-    Raises:
-        ImportError: the package gguf is missing.
-    """
-    from transformers import AutoConfig
-
+def refuse_without_package() -> None:
+    """Raise ImportError where the package gguf is missing."""
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("--format gguf needs the package gguf: pip install 'hf_longctx[gguf]'")
+
+
+def refuse_configuration(config: Any) -> None:
+    """Raises ValueError unless transformers makes the same model of what the file says of it, and where it is one before 5.18,
+    which reads other tokenizers back."""
     from gguf import GGUFWriter
+    from transformers import AutoConfig
     from transformers.integrations.gguf import gguf_tokenizer_mapping
 
     if not hasattr(gguf_tokenizer_mapping, "GGUF_PRE_TOKENIZER_SPLITS"):
