@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from matplotlib.image import imread
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx import patch_model
@@ -15,7 +16,7 @@ from hf_longctx.certificate import Certificate
 from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
 from hf_longctx.commands.shared.inference_precision import inference_precision
-from hf_longctx.commands.shared.loading import load_model, load_tokenizer, resolved
+from hf_longctx.commands.shared.loading import load_model, load_tokenizer, readable_weights, resolved
 from hf_longctx.commands.shared.ranks import start_ranks
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded.embedded_model import prepare_model
@@ -283,3 +284,11 @@ def test_pictures_show_every_result_and_nothing_else():
         losses_figure({"model": "new"})
     with pytest.raises(PictureError, match="holds no retrieval"):
         retrieval_figure({"model": "new"})
+
+
+def test_weights_that_cannot_be_written_are_not_taken_for_damaged_ones(tmp_path: Path):
+    with pytest.raises(OSError, match=r"^weights could not be written: .*No such file"), readable_weights(tmp_path):
+        save_file({"weight": torch.zeros(1)}, tmp_path / "missing" / "model.safetensors")
+    (tmp_path / "model.safetensors").write_bytes(b"cut off")
+    with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"), readable_weights(tmp_path):
+        load_file(tmp_path / "model.safetensors")

@@ -19,6 +19,8 @@ from hf_longctx.settings.fields import beside
 
 ADAPTER = "adapter_config.json"
 UNCERTIFIED_HELP = "Take a model of which no tiny copy could be tested."
+NOT_WRITTEN = "Error while serializing"
+"""How safetensors begins an error of writing."""
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 """Dtype that weights are loaded in; auto: as they were saved."""
 
@@ -124,12 +126,14 @@ def saved_config(name: str) -> Any:
 @contextmanager
 def readable_weights(*folders: str | Path | None) -> Iterator[None]:
     """Name damaged files: where safetensors cannot read a file, which says neither which nor what to do, this names those in
-    `folders` that are damaged. Other names than folders are passed over."""
+    `folders` that are damaged. Other names than folders are passed over. A file that could not be written is none of them."""
     from safetensors import SafetensorError, safe_open
 
     try:
         yield
     except SafetensorError as error:
+        if str(error).startswith(NOT_WRITTEN):
+            raise OSError(f"weights could not be written: {error}") from error
         damaged = []
         for path in sorted(path for folder in folders if folder for path in Path(folder).glob("*.safetensors")):
             try:
