@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from transformers.utils import logging
 
-from hf_longctx.checkpoint.folder import CheckpointError, checkpoints, serial_of
+from hf_longctx.checkpoint.folder import CheckpointError, checkpoints
 from hf_longctx.checkpoint.rank_messages import Ranks
 
 logger = logging.get_logger(__name__)
@@ -35,12 +35,12 @@ def locked(output_dir: Path, asked: Any = True) -> Iterator[None]:
         asked: the job's `resume_from_checkpoint`. One that begins anew would overwrite what the one that it waits for may leave.
 
     Raises:
-        CheckpointError: another job has it, or has written checkpoints while a job that begins anew waited; or nothing can be
-            written there.
+        CheckpointError: another job has it, or had it when a job that begins anew came, and there are checkpoints; or nothing
+            can be written there.
     """
     path = output_dir / LOCK
     deadline = time.monotonic() + SECONDS
-    before: set[tuple[str, int | None]] | None = None
+    waits = False
     while True:
         try:
             output_dir.mkdir(parents=True, exist_ok=True)
@@ -52,8 +52,8 @@ def locked(output_dir: Path, asked: Any = True) -> Iterator[None]:
         file.seek(0)
         holder = file.read(200) or "another process"
         file.close()
-        if before is None:
-            before = _written(output_dir)
+        if not waits:
+            waits = True
             logger.warning(f"{holder} trains into {str(output_dir)!r}: waiting for its end, {SECONDS:g} s at most")
         if time.monotonic() > deadline:
             raise CheckpointError(
@@ -70,12 +70,13 @@ def locked(output_dir: Path, asked: Any = True) -> Iterator[None]:
             raise _unwritable(output_dir, error) from None
         left = checkpoints(output_dir)
         begins_anew = not asked or (asked == "auto" and not left)
-        if begins_anew and before is not None and (new := _written(output_dir) - before):
-            names = ", ".join(sorted(name for name, _ in new))
+        results = sorted(path.name for path in [*left, *output_dir.glob("*.safetensors")])
+        if begins_anew and waits and results:
             going_on = "resume_from_checkpoint='auto', which goes on from the newest; " if left else ""
             raise CheckpointError(
-                f"another job has trained into {str(output_dir)!r} while this one waited for it, and wrote {names}: this one "
-                f"begins anew, and would overwrite them. Valid: another output_dir; {going_on}or start it again, and it does"
+                f"another job has trained into {str(output_dir)!r} while this one waited for it, and there are "
+                f"{', '.join(results)}: this one begins anew, and would overwrite them. Valid: another output_dir; {going_on}"
+                "or start it again, and it does"
             )
         yield
     finally:
@@ -118,13 +119,6 @@ def refuse_apart(output_dir: Path, ranks: Ranks, seconds: float) -> None:
 
 def _unwritable(output_dir: Path, error: OSError) -> CheckpointError:
     return CheckpointError(f"checkpoints cannot be written into output_dir={str(output_dir)!r}: {error}")
-
-
-def _written(output_dir: Path) -> set[tuple[str, int | None]]:
-    """Return name and serial number of each checkpoint, and name and time of the model's weights: what is written anew has
-    others."""
-    weights = {(path.name, path.stat().st_mtime_ns) for path in output_dir.glob("*.safetensors")}
-    return weights | {(path.name, serial_of(path)) for path in checkpoints(output_dir)}
 
 
 def _lock(file: IO[str], path: Path) -> bool:

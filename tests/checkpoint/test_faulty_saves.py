@@ -139,25 +139,32 @@ def test_two_jobs_in_one_folder_are_refused(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("left", "asked", "valid"),
+    ("left", "asked", "valid", "early"),
     [
-        ("checkpoint-4", None, "resume_from_checkpoint='auto'"),
-        ("checkpoint-4", "auto", None),
-        ("model.safetensors", None, "another output_dir; or start it again"),
-        ("model.safetensors", "auto", "another output_dir; or start it again"),
+        ("checkpoint-4", None, "resume_from_checkpoint='auto'", False),
+        ("checkpoint-4", None, "resume_from_checkpoint='auto'", True),
+        ("checkpoint-4", "auto", None, False),
+        ("model.safetensors", None, "another output_dir; or start it again", False),
+        ("model.safetensors", "auto", "another output_dir; or start it again", False),
     ],
 )
-def test_a_job_that_begins_anew_never_overwrites_what_another_left_while_it_waited(
-    left, asked, valid, tmp_path, monkeypatch
+def test_a_job_that_begins_anew_never_overwrites_what_another_left_for_which_it_waited(
+    left, asked, valid, early, tmp_path, monkeypatch
 ):
-    def another_ends(seconds: float) -> None:
+    def another_writes() -> None:
         (tmp_path / left).mkdir()
         (tmp_path / left / "trainer_state.json").touch()
+
+    def another_ends(seconds: float) -> None:
+        if not early:
+            another_writes()
         monkeypatch.setattr(lock, "_lock", lambda file, path: True)
 
+    if early:
+        another_writes()
     monkeypatch.setattr(lock, "_lock", lambda file, path: False)
     monkeypatch.setattr(lock.time, "sleep", another_ends)
-    refused = pytest.raises(CheckpointError, match=rf"while this one waited for it, and wrote {left}: .*{valid}")
+    refused = pytest.raises(CheckpointError, match=rf"while this one waited for it, and there are {left}: .*{valid}")
     with refused if valid else contextlib.nullcontext(), lock.locked(tmp_path, asked):
         pass
     assert [path.name for path in tmp_path.iterdir()] == [left]
