@@ -110,9 +110,8 @@ class _OnDisk(FunctionCache):
 
     def save_overload(self, signature: Any, result: Any) -> None:
         with contextlib.suppress(OSError, *UNREADABLE):  # a full disk: the next process compiles it again
-            if (
-                not self._cache_file._load_index()
-            ):  # numba writes index before data: an end between them must find no old data
+            # numba writes its index before the code: who is ended in between must leave no old code under a new index.
+            if not self._cache_file._load_index():
                 for path in Path(self.cache_path).glob(f"{glob.escape(Path(self._cache_file._index_name).stem)}.*.nbc"):
                     path.unlink()
             super().save_overload(signature, result)
