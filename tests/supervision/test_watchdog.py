@@ -43,7 +43,9 @@ def test_who_stands_still_is_named_on_every_living_rank(ranks4: RankPool, tmp_pa
         for stall in STALLS:
             assert re.search(stall.said, text) or (stall.where == "stopped" and stall.rank == rank), (rank, stall, text)
         shown = re.findall(rf"this is rank {rank}, which is waited for, .* What its main thread is doing:", text)
-        assert len(shown) == ("in stand_still" in text) == (rank == 3)
+        assert ("in stand_still" in text) == (rank == 3)
+        # On a busy machine a rank that only computes may be waited for as well: then it is named, and shows itself too.
+        assert f"everyone waits for rank {rank} " in text if shown else rank < 3
 
 
 def test_inside_the_collectives_of_sharded_layers_the_rank_that_does_not_come_is_named(ranks2: RankPool, tmp_path):
