@@ -35,7 +35,7 @@ Template: Any = AttributeTemplate
 
 
 class Address(types.Type):
-    """Where a named tuple lies. `columns`: numba's type of the tuple itself."""
+    """The address of a named tuple, as a type of numba's. `columns`: its type of the tuple itself."""
 
     def __init__(self, columns: types.NamedTuple) -> None:
         self.columns = columns
@@ -72,9 +72,8 @@ def _from_python(kind: Address, value: Any, c: Any) -> NativeValue:
     def give_back() -> None:
         if native.cleanup is not None:
             native.cleanup()
-        if (
-            c.context.enable_nrt
-        ):  # references to its arrays, of which numba knows only where it is passed the tuple itself
+        # References to its arrays: numba knows of them only where it is passed the tuple itself.
+        if c.context.enable_nrt:
             c.context.nrt.decref(c.builder, kind.columns, native.value)
 
     pointer = cgutils.alloca_once_value(c.builder, native.value)

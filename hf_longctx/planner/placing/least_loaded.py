@@ -10,7 +10,8 @@ short documents.
     rank 2   | e     f  | BBBBBBBB |        hole in which rank 2 waits for B.
 
 The work grows with ranks times documents, so many ranks are left to rank_blocks.py.
-Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py). Integers decide, but for a sum of times in float64, as in rank_blocks.py. Nothing
+is sent.
 """
 
 from __future__ import annotations

@@ -17,7 +17,8 @@ ones, and all groups to multiples of the Ulysses degree, where there are as many
 
 Blocks may stand on shelves (shelves.py).
 
-Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
+Interpreted or compiled (planner/compiled.py). Integers decide, but for sums of times in float64, in a fixed order, which only say
+that a placement must fail. Nothing is sent.
 """
 
 from __future__ import annotations
@@ -187,11 +188,11 @@ def _gcd(a: int, b: int) -> int:  # pragma: no cover - compiled
 def least_work_from(
     lengths: np.ndarray, footprints: np.ndarray, context: PlacementContext
 ) -> np.ndarray:  # pragma: no cover - compiled
-    """float64 [documents + 1]: nanoseconds of all ranks together that the documents from each on take at least; zeros where ranks
-    are unequal, or stages of a pipeline: then that is not known."""
-    work = np.zeros(len(lengths) + 1)
+    """float64 [documents + 1]: nanoseconds of all ranks together that the documents from each on take at least; minus infinity
+    where ranks are unequal, or stages of a pipeline: then that is not known."""
     if not context.uniform or context.stages > 1:
-        return work
+        return np.full(len(lengths) + 1, -np.inf)
+    work = np.zeros(len(lengths) + 1)
     lengths, footprints, total = listed(lengths), listed(footprints), 0.0
     for i in range(len(lengths) - 1, -1, -1):
         fewest = max(-(-footprints[i] // context.capacity), 1)
