@@ -201,7 +201,9 @@ def _plan(tasks: Sequence[Task], lengths: np.ndarray, topology: Topology, cost: 
         longest_first = np.sort(lengths[list(task.documents)])[::-1]
         one = len(longest_first) == 1
         alone = cost.micro_batch_ns + int(cost.time(int(longest_first[0]), len(task.ranks)))
-        costs.append(alone if one else pack_times([longest_first], np.array([len(task.ranks)]), step)[0])
+        costs.append(
+            alone if one else pack_times(longest_first, np.zeros(1, int), np.array([len(task.ranks)]), step)[0]
+        )
     plan = step.plan(
         "replayed",
         np.repeat(np.arange(len(tasks)), [len(task.documents) for task in tasks]),

@@ -24,6 +24,8 @@ the scheduler of an installed Megatron-Core; this one stands beside ours in all 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
 from hf_longctx.planner.baselines.static_cp import pack_times
@@ -31,6 +33,7 @@ from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.micro_batches import Step
+from hf_longctx.planner.placing.packing import grouped, joined_rows
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.topology import Topology
 
@@ -58,16 +61,15 @@ def plan_dynamic_cp(lengths: np.ndarray, topology: Topology, cost: CostModel, mo
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
     group, size, round = place[group], size[order], round[order]
-    by_group = np.split(ordered[np.argsort(group, kind="stable")], np.cumsum(np.bincount(group))[:-1])
-    costs = _times(by_group, size, step)
-    starts = np.concatenate([np.flatnonzero(np.diff(round, prepend=-1)), [len(round)]])
+    rounds = np.flatnonzero(np.diff(round, prepend=-1))
+    groups = _Groups(ordered, group, len(size), step)
+    costs = groups.times(np.arange(len(size)), size)
+    _widen(groups, size, costs, np.append(rounds, len(size)))
+    order = np.lexsort((-size, round))
+    ends = np.cumsum(size[order])
     first_rank = np.empty_like(size)
-    for begin, end in zip(starts[:-1].tolist(), starts[1:].tolist()):
-        _widen(by_group[begin:end], size[begin:end], costs[begin:end], step)
-        order = np.argsort(-size[begin:end], kind="stable")
-        first_rank[begin:end][order] = np.cumsum(size[begin:end][order]) - size[begin:end][order]
-    # A rank without a token runs nothing.
-    members = np.minimum(size, np.bincount(group, weights=ordered).astype(np.int64))
+    first_rank[order] = ends - size[order] - np.repeat((ends - size[order])[rounds], np.diff(rounds, append=len(size)))
+    members = np.minimum(size, groups.tokens)  # a rank without a token runs nothing
     first_member = np.cumsum(members) - members
     member = np.repeat(first_rank - first_member, members) + np.arange(int(members.sum()))
     micro_batch = np.empty(len(ordered), np.int64)
@@ -81,22 +83,81 @@ def group_sizes(world_size: int) -> np.ndarray:
     return np.union1d(powers, [world_size])
 
 
-def _times(by_group: list[np.ndarray], size: np.ndarray, step: Step) -> np.ndarray:
-    """int64 [groups], nanoseconds of each on so many ranks (int64 [groups]); `by_group`: lengths of each, which descend."""
-    tokens = np.array([int(lengths.sum()) for lengths in by_group])
-    return pack_times(by_group, np.minimum(size, tokens), step)
+class _Groups:
+    """The documents of each group.
+
+    Args:
+        ordered, group: int64 [documents]: tokens of each, longest first, and its group.
+        count: groups; none is empty.
+    """
+
+    def __init__(self, ordered: np.ndarray, group: np.ndarray, count: int, step: Step) -> None:
+        documents, self._first_document = grouped(group, count)
+        self._lengths, self._step, self.world_size = ordered[documents], step, step.topology.world_size
+        self.tokens = np.add.reduceat(self._lengths, self._first_document[:-1])
+
+    def times(self, groups: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+        """int64 [groups], nanoseconds of each of these groups on so many ranks (int64 [groups])."""
+        first, documents = joined_rows(self._first_document, groups)
+        ranks = np.minimum(sizes, self.tokens[groups])
+        return pack_times(self._lengths[documents], first[:-1], ranks, self._step)
 
 
-def _widen(by_group: list[np.ndarray], size: np.ndarray, costs: np.ndarray, step: Step) -> None:
-    """Give the free ranks of a round to the groups that take longest, while that helps. Changes `size` and `costs`."""
-    free = step.topology.world_size - int(size.sum())
-    while free > 0:
-        longest = int(costs.argmax())
-        ranks = int(size[longest])
-        if ranks > free or (wider := _times([by_group[longest]], np.array([2 * ranks]), step)[0]) >= costs[longest]:
-            return
-        size[longest], costs[longest] = 2 * ranks, wider
-        free -= ranks
+def _widen(groups: _Groups, size: np.ndarray, costs: np.ndarray, first_group: np.ndarray) -> None:
+    """Give the free ranks of every round to its group that takes longest, while that helps. Changes `size` and `costs`.
+
+    Args:
+        size, costs: int64 [groups]: ranks, and nanoseconds, of each, those of one round after the other.
+        first_group: int64 [rounds + 1]: the groups of round i are first_group[i] to first_group[i + 1].
+    """
+    free = groups.world_size - np.add.reduceat(size, first_group[:-1])
+    rounds = np.flatnonzero(free > 0)
+    while len(rounds):
+        first, longest = joined_rows(first_group, rounds)
+        longest = longest[np.lexsort((-costs[longest], np.repeat(rounds, np.diff(first))))]
+        before = np.cumsum(size[longest]) - size[longest]
+        near = before - np.repeat(before[first[:-1]], np.diff(first)) < np.repeat(free[rounds], np.diff(first))
+        longest, first = longest[near], np.append(0, np.add.reduceat(near, first[:-1]).cumsum())
+        rounds = rounds[_doubled(longest, first, rounds, groups.times(longest, 2 * size[longest]), size, costs, free)]
+
+
+@compiled
+def _doubled(
+    longest: np.ndarray,
+    first: np.ndarray,
+    rounds: np.ndarray,
+    wider: np.ndarray,
+    size: np.ndarray,
+    costs: np.ndarray,
+    free: np.ndarray,
+) -> np.ndarray:  # pragma: no cover - compiled
+    """Double groups, as `_widen` does, up to one that was doubled before. Changes `size`, `costs` and `free`.
+
+    Args:
+        longest, wider: int64: groups of each round, those that take longest first, and nanoseconds that each takes if doubled.
+        first: int64 [rounds + 1]: those of rounds[i] are longest[first[i]] to longest[first[i + 1]].
+        free: int64 [all rounds]: free ranks of each.
+
+    Returns:
+        bool [rounds]: in which of these another group may be doubled.
+    """
+    goes_on = np.zeros(len(rounds), np.bool_)
+    for i in range(len(rounds)):
+        doubled = 0  # nanoseconds of the longest that was
+        goes_on[i] = True
+        for at in range(first[i], first[i + 1]):
+            group = longest[at]
+            if costs[group] <= doubled:
+                break
+            if size[group] > free[rounds[i]] or wider[at] >= costs[group]:
+                goes_on[i] = False
+                break
+            free[rounds[i]] -= size[group]
+            size[group] *= 2
+            costs[group] = wider[at]
+            doubled = max(doubled, wider[at])
+        goes_on[i] = goes_on[i] and free[rounds[i]] > 0
+    return goes_on
 
 
 @compiled
@@ -126,7 +187,9 @@ def _fill_rounds(
         free, busiest, left, failed = sizes[kinds - 1], 0, 0, 0
         longest = lengths[pending[0]]
         limit = longest * capacity * (1000 + SLACK) // 1000
-        for at in range(len(pending)):
+        at, most = -1, -1
+        while at + 1 < len(pending):
+            at += 1
             i = pending[at]
             s = lengths[i]
             chosen, opens, reached = -1, -1, limit + 1
@@ -151,8 +214,21 @@ def _fill_rounds(
                         chosen, opens, reached = groups, kind, max(busiest, share)
             if chosen < 0:
                 failed = s  # as does every other document of this length
-                pending[left] = i
-                left += 1
+                if most < 0:
+                    most = _longest_that_may_fit(newest, before, room, load, sizes, free, capacity, limit)
+                # None that is longer needs to be looked at until another is placed.
+                low, high = at, len(pending)
+                if high > at + 1 and lengths[pending[at + 1]] <= most:
+                    high = at + 1
+                while high - low > 1:
+                    middle = (low + high) // 2
+                    if lengths[pending[middle]] > most:
+                        low = middle
+                    else:
+                        high = middle
+                pending[left : left + high - at] = pending[at:high]
+                left += high - at
+                at = high - 1
                 continue
             if opens >= 0:
                 kind_of[groups], round_of[groups] = opens, round
@@ -165,7 +241,33 @@ def _fill_rounds(
             room[chosen] -= s
             load[chosen] += s * s // sizes[kind]
             most_room[kind] = max(most_room[kind], room[chosen])
-            busiest = reached
+            busiest, most = reached, -1
         pending = pending[:left].copy()
         round += 1
     return group, sizes[kind_of[:groups]], round_of[:groups]
+
+
+@compiled
+def _longest_that_may_fit(
+    newest: np.ndarray,
+    before: np.ndarray,
+    room: np.ndarray,
+    load: np.ndarray,
+    sizes: np.ndarray,
+    free: int,
+    capacity: int,
+    limit: int,
+) -> int:  # pragma: no cover - compiled
+    """Return tokens that no document exceeds which a group of the round, or another one of free ranks, has room for within the
+    load `limit`; the chains of groups are as in `_fill_rounds`."""
+    most = 0
+    for kind in range(len(sizes)):
+        size = sizes[kind]
+        if free >= size:
+            most = max(most, min(size * capacity, int(math.sqrt((limit + 1) * size)) + 1))
+        group = newest[kind]
+        while group >= 0:
+            if room[group] > most and load[group] <= limit:
+                most = max(most, min(room[group], int(math.sqrt((limit + 1 - load[group]) * size)) + 1))
+            group = before[group]
+    return most

@@ -21,7 +21,7 @@ import numpy as np
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.effort import as_work_decides
 from hf_longctx.planner.placing.micro_batches import Step
-from hf_longctx.planner.placing.packing import first_fit
+from hf_longctx.planner.placing.packing import first_fit, grouped
 from hf_longctx.planner.plan import Mode, StepPlan
 from hf_longctx.planner.topology import PlanError, Topology
 
@@ -57,10 +57,11 @@ def plan_static_cp(
         step.refuse_kept_whole("static context parallelism", "packs short ones", kinds=("alone",))
     pack = first_fit(ordered, degree * topology.capacity) if packed else np.arange(len(ordered))
     packs = int(pack.max()) + 1
-    by_pack = np.split(ordered[np.argsort(pack, kind="stable")], np.cumsum(np.bincount(pack))[:-1])
+    documents, first_document = grouped(pack, packs)
+    by_pack, begins = ordered[documents], first_document[:-1]
     # A rank without a token runs nothing: a pack of fewer tokens than the degree takes fewer ranks.
-    sizes = np.array([min(degree, int(pack_lengths.sum())) for pack_lengths in by_pack], np.int64)
-    costs = pack_times(by_pack, sizes, step)
+    sizes = np.minimum(degree, np.add.reduceat(by_pack, begins))
+    costs = pack_times(by_pack, begins, sizes, step)
     first_rank = np.arange(packs) % (topology.world_size // degree) * degree
     first_member = np.cumsum(sizes) - sizes
     member = np.repeat(first_rank - first_member, sizes) + np.arange(int(sizes.sum()))
@@ -85,14 +86,17 @@ def context_degree(context: int, topology: Topology) -> int:
     return next(d for d in range(1, ranks + 1) if ranks % d == 0 and d * capacity >= context)
 
 
-def pack_times(by_pack: list[np.ndarray], ranks: np.ndarray, step: Step) -> np.ndarray:
-    """int64 [packs], nanoseconds of each on so many ranks (int64 [packs]); `by_pack`: lengths of each, which descend.
+def pack_times(lengths: np.ndarray, begins: np.ndarray, ranks: np.ndarray, step: Step) -> np.ndarray:
+    """int64 [packs], nanoseconds of each.
 
     ring_times lets one document's attention hide another's ring, and rounds down, while the lower bound has each document
     wait for its own exchange: less than the bound counts must not come out.
+
+    Args:
+        lengths: int64 [documents], tokens, one pack after the other, longest first in each.
+        begins, ranks: int64 [packs]: the first document of each, and its ranks.
     """
-    cost, lengths = step.cost, np.concatenate(by_pack)
-    begins = np.cumsum([0, *map(len, by_pack[:-1])])
+    cost = step.cost
     whole = np.add.reduceat(cost.time(lengths, 1), begins)
     least = -(-np.add.reduceat(cost.work(lengths, step.topology.fewest_ranks(lengths)), begins) // ranks)
     shared = np.maximum(least, cost.time(lengths[begins], ranks))

@@ -294,12 +294,13 @@ class CostModel:
             lengths: int64 [documents], tokens, one micro-batch after the other.
             begins, ranks: int64 [micro-batches]: the first document of each, and its ranks.
         """
-        # As Python's integers, which products of tokens and picoseconds may need.
-        tokens = np.add.reduceat(lengths, begins).astype(object)
-        count = np.diff(begins, append=len(lengths)).astype(object)
+        tokens, count = np.add.reduceat(lengths, begins), np.diff(begins, append=len(lengths))
         several_nodes = ranks > (self.ranks_per_node or UNLIMITED)
-        link_ps = np.where(several_nodes, max(self.inside_ps, self.between_ps), self.inside_ps).astype(object)
-        ranks = ranks.astype(object)
+        link_ps = np.where(several_nodes, max(self.inside_ps, self.between_ps), self.inside_ps)
+        if (
+            self._largest_of_ring(float(tokens.max()), float(ranks.max())) >= LONGEST_TIME / 8
+        ):  # of which 8 may be added
+            tokens, count, link_ps, ranks = (column.astype(object) for column in (tokens, count, link_ps, ranks))
         # s^2 and half*s of every document; a rank has 1/ranks of the pairs, and pieces of s/ranks tokens.
         reach, both_ps = np.minimum(lengths, self.window or UNLIMITED), self.attention_ps + self.windowed_ps
         if self.unit_bits:
@@ -320,6 +321,18 @@ class CostModel:
         states = count * (-(-self.state_ns * (ranks - 1) // 2 ** (self.unit_bits or 0)))
         times = self.micro_batch_ns + count * self.document_ns + linear + states + np.maximum(attention, ring)
         return times.astype(np.int64)
+
+    def _largest_of_ring(self, tokens: float, ranks: float) -> float:
+        """Return more than any number that `ring_times` multiplies out, but for attention's squares, for a micro-batch of so many
+        tokens on so many ranks."""
+        link_ps = max(self.inside_ps, self.between_ps)
+        a_token = max(
+            (self.attention_ps + self.windowed_ps) * self.attention_half_tokens,
+            self.linear_ps,
+            self.document_ns + self.state_ns * ranks,  # no document is shorter than a token
+        )
+        unit = PS_PER_NS << (self.unit_bits or 0)
+        return max(a_token * tokens, (link_ps * tokens + self.message_ns * PS_PER_NS * ranks) * ranks, unit * ranks)
 
     def scaled(self, attention: float = 1.0, linear: float = 1.0, exchange: float = 1.0) -> CostModel:
         """The same model with its parts so many times as slow: `linear` includes what documents and micro-batches cost."""

@@ -23,7 +23,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.placing.packing import pack, spread_whole, sums
+from hf_longctx.planner.placing.packing import joined_rows, pack, spread_whole, sums
 from hf_longctx.planner.placing.search import TOGETHER
 from hf_longctx.planner.plan import WHOLE, StepPlan
 from hf_longctx.planner.topology import FULL
@@ -55,7 +55,7 @@ def fill_holes(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> StepPlan
     whole, times = whole[longest_first], times[longest_first]
 
     speeds, capacities, launch = topology.speeds, topology.capacities, cost.micro_batch_ns
-    first_member, members = _joined(plan.first_member, groups)
+    first_member, members = joined_rows(plan.first_member, groups)
     ranks, costs, tokens = plan.rank[members], plan.cost[groups], plan.length[whole]
     before, rank, loads = _in_holes(first_member, ranks, costs, times, tokens, launch, speeds, capacities)
     rest = rank < 0
@@ -77,12 +77,12 @@ def fill_holes(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> StepPlan
     # Groups, then packs; from these, the order in which they run: a pack before the group of this index.
     runs_before = np.concatenate([np.arange(len(groups)), place[any_of] // topology.world_size])
     order = np.lexsort([np.arange(len(runs_before)) < len(groups), runs_before])
-    first_member, members = _joined(np.append(first_member, len(ranks) + np.arange(1, packs + 1)), order)
-    first_document, documents = _joined(plan.first_document, groups)
+    first_member, members = joined_rows(np.append(first_member, len(ranks) + np.arange(1, packs + 1)), order)
+    first_document, documents = joined_rows(plan.first_document, groups)
     in_packs = np.argsort(packed, kind="stable")
     documents = np.append(documents, whole[in_packs])
     ends = len(documents) - len(whole) + np.searchsorted(packed[in_packs], np.arange(packs), side="right")
-    first_document, chosen = _joined(np.append(first_document, ends), order)
+    first_document, chosen = joined_rows(np.append(first_document, ends), order)
     documents = documents[chosen]
     ascending = np.lexsort([plan.doc[documents], np.repeat(np.arange(len(order)), np.diff(first_document))])
     documents = documents[ascending]
@@ -102,14 +102,6 @@ def fill_holes(plan: StepPlan, lengths: np.ndarray, cost: CostModel) -> StepPlan
         chunks=WHOLE,
     )
     return filled if filled.timeline().makespan * TOGETHER < timeline.makespan * 1000 else plan
-
-
-def _joined(first: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """int64 [chosen + 1] and int64: where the entries of each chosen row begin if they follow each other, and which they are;
-    those of row i are first[i] to first[i + 1]."""
-    counts = first[chosen + 1] - first[chosen]
-    begins = np.append(0, np.cumsum(counts))
-    return begins, np.arange(begins[-1]) + np.repeat(first[chosen] - begins[:-1], counts)
 
 
 @compiled

@@ -206,3 +206,11 @@ def sums(group: np.ndarray, values: np.ndarray, groups: int) -> np.ndarray:  # p
     for i in range(len(group)):
         total[group[i]] += values[i]
     return total
+
+
+def joined_rows(first: np.ndarray, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [chosen + 1] and int64: where the entries of each chosen row begin if they follow each other, and which they are;
+    those of row i are first[i] to first[i + 1]."""
+    counts = first[chosen + 1] - first[chosen]
+    begins = np.append(0, np.cumsum(counts))
+    return begins, np.arange(begins[-1]) + np.repeat(first[chosen] - begins[:-1], counts)

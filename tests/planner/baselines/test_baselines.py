@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from hf_longctx.planner import GPU, PLANNERS, CostModel, PlanError, StepPlan, Topology, planners_for
 from hf_longctx.planner.baselines.bytescale import DELTA, best_fit
 from hf_longctx.planner.baselines.dynamic_cp import SLACK, group_sizes
+from hf_longctx.planner.baselines.static_cp import pack_times
+from hf_longctx.planner.placing.micro_batches import Step
 from hf_longctx.planner.placing.packing import first_fit
 from hf_longctx.planner.plan import MODES
 from hf_longctx.simulator.lengths import draw
@@ -261,11 +263,33 @@ def test_dynamic_cp_fills_one_round_after_the_other(step):
     assert sorted(expected) == sorted(tuple(docs) for docs, _ in listed)
     rounds = [expected[tuple(docs)][0] for docs, _ in listed]
     assert rounds == sorted(rounds)
-    for docs, ranks in listed:
-        size, tokens = expected[tuple(docs)][1], int(lengths[docs].sum())
-        assert ranks == list(range(ranks[0], ranks[0] + len(ranks)))
-        wide = [width for width in sizes if width >= size]  # free ranks may have widened it
-        assert any(len(ranks) == min(width, tokens) and ranks[0] % width == 0 for width in wide)
+    for round in set(rounds):
+        of_round = [docs for docs, in_round in zip(documents(plan), rounds) if in_round == round]
+        wide = widened_by_hand(of_round, [expected[tuple(docs)][1] for docs in of_round], step)
+        for docs, width in zip(of_round, wide):
+            ranks = groups(plan)[documents(plan).index(docs)]
+            assert ranks == list(range(ranks[0], ranks[0] + min(width, int(lengths[docs].sum()))))
+            assert ranks[0] % width == 0 or width == topology.world_size
+
+
+def widened_by_hand(
+    of_round: list[list[int]], sizes: list[int], step: tuple[np.ndarray, Topology, CostModel]
+) -> list[int]:
+    """Ranks of each group of a round (its documents, and its least ranks) once the longest have been doubled."""
+    lengths, topology, cost = step
+    checked = Step.checked(lengths, topology, cost, "async")
+
+    def time(docs: list[int], size: int) -> int:
+        ordered = np.sort(lengths[docs])[::-1]
+        return int(pack_times(ordered, np.zeros(1, int), np.array([min(size, ordered.sum())]), checked)[0])
+
+    times, sizes = list(map(time, of_round, sizes)), list(sizes)
+    while (free := topology.world_size - sum(sizes)) > 0:
+        longest = times.index(max(times))
+        if sizes[longest] > free or (wider := time(of_round[longest], 2 * sizes[longest])) >= times[longest]:
+            break
+        sizes[longest], times[longest] = 2 * sizes[longest], wider
+    return sizes
 
 
 def test_dynamic_cp_doubles_the_longest_group_of_a_round_with_free_ranks():
