@@ -223,7 +223,7 @@ def _planned(
     far = soonest * 1000 > bound * FAR and FEW_FOR_WINDOWS < documents <= MANY_DOCUMENTS
     windows = WINDOWS if far else ()
     # Rounds that end late at first may end in time through windows, or, of ranks in another order, where they are given back.
-    by = NEVER if far or least is not None else soonest
+    by = soonest * (LATER if far else 1000) // 1000 if least is None else NEVER
     context = placement_context(topology, cost)
     for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, context, windows, by):
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)

@@ -96,12 +96,16 @@ class RoundsBuilder:
         self._dealer = Dealer(self._documents, int(fewest.sum()), topology, context)
         self._round, self._first_rank, self._size = (np.empty(len(lengths), np.int64) for _ in range(3))
         self._times: list[int] = []
+        self._soonest = NEVER
 
-    def rounds(self, reserved: int, windows: Sequence[int]) -> Rounds:
+    def rounds(self, reserved: int, windows: Sequence[int], soonest: int) -> Rounds:
         """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of
-        its own."""
+        its own.
+
+        `soonest`: nanoseconds. What cannot make rounds end by then is left out.
+        """
         documents, count, shares = self._documents, len(self._round), np.array(windows, np.int64)
-        self._round[:], self._times = -1, []
+        self._round[:], self._times, self._soonest = -1, [], soonest // 1000 * NEAR
         for stop in (reserved, count):
             self._fill(stop, shares)
             if stop < count:
@@ -121,7 +125,7 @@ class RoundsBuilder:
     def rounds_unless_late(self, soonest: int) -> Rounds | None:
         """Rounds of all documents, or None where it shows early that they hardly end by `soonest`, nanoseconds."""
         count, no_windows = len(self._round), np.empty(0, np.int64)
-        self._round[:], self._times = -1, []
+        self._round[:], self._times, self._soonest = -1, [], soonest // 1000 * NEAR
         self._fill(count, no_windows, soonest // 1000 * HOPELESS)
         if (self._round < 0).any():
             if self._soonest_dealt() >= soonest:
@@ -228,7 +232,7 @@ class RoundsBuilder:
         """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
         sooner."""
         ends = np.append(0, np.cumsum(self._times))
-        best, places = int(ends[-1]), None
+        best, places = min(int(ends[-1]), self._soonest), None
         for end, kept, estimate in self._lowest_estimates(ends):
             if best * 1000 <= end * NEAR:
                 break
@@ -247,7 +251,7 @@ class RoundsBuilder:
         """Return the lowest estimates of when all rounds end, how many rounds stay for that, and to what the others' documents
         are dealt. `ends`: nanoseconds, when as many rounds end as have this index."""
         lowest: dict[tuple[int, int], Estimate] = {}
-        highest, kept = int(ends[-1]) * 1000 // NEAR, 0
+        highest, kept = min(int(ends[-1]), self._soonest) * 1000 // NEAR, 0
         while kept < len(self._times):
             undone, begin = np.flatnonzero(self._round >= kept), int(ends[kept])
             # Where all ranks, busy to the end, would take longer than the estimates that are followed, none is made.
@@ -268,10 +272,12 @@ class RoundsBuilder:
         """Put the documents of the last rounds into one, or two, where that ends sooner: rounds that are filled as well as can be
         may leave too little for a full one."""
         ends = np.append(0, np.cumsum(self._times))
-        best, best_kept, best_heights = int(ends[-1]), len(self._times), [0]
+        best, best_kept, best_heights = min(int(ends[-1]), self._soonest), len(self._times), [0]
         # ends[kept]: when the rounds that stay end.
         for kept in range(len(self._times) - 1, max(-1, len(self._times) - 1 - LAST), -1):
             undone = np.flatnonzero(self._round >= kept)
+            if ends[kept] + self._spread_evenly(undone) >= best:
+                continue
             for end, heights in self._in_one_or_two(undone, best - int(ends[kept]), len(self._times) - kept):
                 if ends[kept] + end < best:
                     best, best_kept, best_heights = int(ends[kept]) + end, kept, heights
