@@ -171,7 +171,8 @@ def _planned(
         least: nanoseconds; others follow unless the first plan ends near it. None: the lower bound.
     """
     if mode == "lockstep":
-        yield from plans_in_rounds(ordered, tokens, order, topology, cost, placement_context(topology, cost))
+        bound = lower_bound(ordered, topology, cost, mode, tokens)
+        yield from plans_in_rounds(ordered, tokens, order, bound, topology, cost, placement_context(topology, cost))
         return
     bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
@@ -218,14 +219,15 @@ def _planned(
         return
     documents = len(ordered)
     likely = documents <= FEW_DOCUMENTS or EVEN * topology.world_size <= documents <= MANY_DOCUMENTS
-    if soonest * 1000 <= lower_bound(ordered, topology, cost, "lockstep", tokens) * (TOGETHER if likely else FAR):
+    bound_of_rounds = lower_bound(ordered, topology, cost, "lockstep", tokens)
+    if soonest * 1000 <= bound_of_rounds * (TOGETHER if likely else FAR):
         return
     far = soonest * 1000 > bound * FAR and FEW_FOR_WINDOWS < documents <= MANY_DOCUMENTS
     windows = WINDOWS if far else ()
     # Rounds that end late at first may end in time through windows, or, of ranks in another order, where they are given back.
     by = soonest * (LATER if far else 1000) // 1000 if least is None else NEVER
     context = placement_context(topology, cost)
-    for rounds in plans_in_rounds(ordered, tokens, order, topology, cost, context, windows, by):
+    for rounds in plans_in_rounds(ordered, tokens, order, bound_of_rounds, topology, cost, context, windows, by):
         rounds = replace(rounds, mode=mode, round=np.zeros_like(rounds.round), lower_bound=bound)
         yield rounds
         if _makespan(rounds) * 1000 > soonest * (LATER if far else NEAR):

@@ -121,3 +121,44 @@ def place_on_least_loaded(
         ranks[end - size : end] = group
     loads[:] = busy
     return count
+
+
+@compiled
+def place_in_holes(
+    holes: np.ndarray, times: np.ndarray, tokens: np.ndarray, context: PlacementContext
+) -> tuple[np.ndarray, np.ndarray]:  # pragma: no cover - compiled
+    """Fill holes with whole documents: each, one after the other, with the longest that fits, again and again.
+
+    Args:
+        holes: int64 [holes, 3], of `place_on_least_loaded`.
+        times, tokens: int64 [documents], longest first: nanoseconds on a rank of speed 1000, and tokens.
+
+    Returns:
+        int64 [documents] twice: the rank of each, -1 without a hole, and the document that ends the hole.
+    """
+    count = len(times)
+    rank, ends_it = np.full(count, -1), np.full(count, -1)
+    waits = listed(np.arange(count + 1))  # from each document on, the first that has no hole, or one before it
+    times, tokens = listed(times), listed(tokens)
+    for hole in range(len(holes)):
+        room, in_rank = holes[hole, 0], holes[hole, 1]
+        speed, capacity = context.speeds[in_rank], context.capacities[in_rank]
+        left = room // 1000 * speed + room % 1000 * speed // 1000  # of a rank of speed 1000; room * speed may exceed 64 bits
+        while True:
+            low, high = 0, count
+            while low < high:
+                middle = (low + high) // 2
+                if times[middle] <= left and tokens[middle] <= capacity:
+                    high = middle
+                else:
+                    low = middle + 1
+            first = low
+            while waits[first] != first:
+                waits[first] = waits[waits[first]]
+                first = waits[first]
+            if first == count:
+                break
+            left -= times[first]
+            rank[first], ends_it[first] = in_rank, holes[hole, 2]
+            waits[first] = first + 1
+    return rank, ends_it

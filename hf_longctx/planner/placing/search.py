@@ -13,7 +13,6 @@ All other documents stay whole and go to the ranks that are done first (packing.
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -29,8 +28,8 @@ from hf_longctx.planner.placing.bisection import (
     largest_room,
     place_by_bisection,
 )
-from hf_longctx.planner.placing.least_loaded import place_on_least_loaded
-from hf_longctx.planner.placing.packing import spread_whole
+from hf_longctx.planner.placing.least_loaded import place_in_holes, place_on_least_loaded
+from hf_longctx.planner.placing.packing import spread_whole, sums
 from hf_longctx.planner.placing.rank_blocks import place_in_blocks
 from hf_longctx.planner.placing.scattered import ScatteredGroups, end_of
 from hf_longctx.planner.placing.shelves import Shelves
@@ -367,19 +366,11 @@ class Search:
         )
         if count < 0:
             return None
-        rank = np.empty(len(small_times), np.int64)
-        before = np.full(len(small_times), large)
-        times, tokens = small_times[::-1].tolist(), self.small_tokens[::-1].tolist()
-        documents = list(range(len(small_times) - 1, -1, -1))
-        for room, hole_rank, ends_it in sorted(holes[:count].tolist(), reverse=True):
-            speed, capacity = int(topology.speeds[hole_rank]), int(topology.capacities[hole_rank])
-            left = room * speed // FULL  # in time of a rank of speed 1000
-            while fitting := min(bisect_right(times, left), bisect_right(tokens, capacity)):
-                left -= times.pop(fitting - 1)
-                tokens.pop(fitting - 1)
-                document = documents.pop(fitting - 1)
-                rank[document], before[document] = hole_rank, ends_it
-        rest = np.array(documents[::-1], np.int64)
+        holes = holes[:count]
+        longest_first = np.lexsort((holes[:, 2], holes[:, 1], holes[:, 0]))[::-1]
+        rank, before = place_in_holes(holes[longest_first], small_times, self.small_tokens, context)
+        rest = np.flatnonzero(rank < 0)
+        before[rest] = large
         # Even if all ranks ended together: each document's time on its rank is rounded down.
         even = topology.summed_work(loads) + int(small_times[rest].sum()) * FULL
         if (even - len(rest) * int(topology.speeds.max())) // self.total_speed >= limit:
@@ -387,7 +378,7 @@ class Search:
         rank[rest] = spread_whole(small_times[rest], loads, context.speeds)
         # Before that, `even` held holes as they were.
         busy = even + (self.total_small - int(small_times[rest].sum())) * FULL
-        busy -= sum(room * int(topology.speeds[hole_rank]) for room, hole_rank, _ in holes[:count].tolist())
+        busy -= topology.summed_work(sums(holes[:, 1], holes[:, 0], world_size))
         member = member[: first_member[-1]]
         self.soonest = min(self.soonest, int(loads.max()))
         sent = int((split * (np.diff(first_member) - 1)).sum())

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -30,6 +31,22 @@ HIGHEST = 2**61
 """Nanoseconds: no shelf is higher."""
 
 
+class _Built(NamedTuple):
+    """Shelves, one on the other, that have been built so far; int64."""
+
+    first_rank: np.ndarray
+    """[documents]; of those that stand on shelves, as the next."""
+    sizes: np.ndarray
+    count: np.ndarray
+    """[1]: how many there are."""
+    begins: np.ndarray
+    """[shelves + 1]: the first document that stands on none of the first so many; less than 0 if there can be no more."""
+    ends: np.ndarray
+    """[shelves + 1]: when the last group on the first so many ends, nanoseconds."""
+    loads: np.ndarray
+    """[shelves + 1, world_size]: when each rank has done what stands on the first so many, nanoseconds."""
+
+
 class Shelves:
     """Shelves of the same documents, which do not depend on a target: each is built once, when it is first asked for."""
 
@@ -38,11 +55,11 @@ class Shelves:
     ) -> None:
         """Take documents as `place_in_blocks` does; `most`: how many shelves there may be."""
         alone = int(np.count_nonzero(2 * footprints > context.before[-1]))
-        self._most = min(most, MOST + alone)
-        self._documents, self._context = (lengths, footprints, best), context
-        self._first_rank, self._sizes = np.empty(len(lengths), np.int64), np.empty(len(lengths), np.int64)
-        self._begins, self._ends = [0], [0]
-        self._loads = [np.zeros(len(context.speeds), np.int64)]
+        counts = np.array(list(_counts(min(most, MOST + alone))), np.int64)
+        rows, world_size = int(counts[-1]) + 1, len(context.speeds)
+        self._counts, self._documents, self._context = counts, (lengths, footprints, best), context
+        places = (np.empty(len(lengths), np.int64) for _ in range(2))
+        self._built = _Built(*places, *(np.zeros(size, np.int64) for size in (1, rows, rows, (rows, world_size))))
 
     @cached_property
     def work_from(self) -> np.ndarray:
@@ -55,36 +72,8 @@ class Shelves:
     ) -> bool:
         """Places the first documents on as few shelves as will do, and the others in blocks, `even` or not, so that all end by
         `target`; fills `first_rank`, `sizes` and `loads`. Returns whether that could be."""
-        for shelves in _counts(self._most):
-            placed = self._place(shelves, target, even, first_rank, sizes, loads)
-            if placed is None:
-                break
-            if placed:
-                return True
-        return False
-
-    def _place(
-        self, shelves: int, target: int, even: bool, first_rank: np.ndarray, sizes: np.ndarray, loads: np.ndarray
-    ) -> bool | None:
-        """Place documents as `first_that_fits`, on so many shelves; None if more do not help."""
-        while len(self._begins) <= shelves and 0 <= self._begins[-1] < len(first_rank):
-            self._add()
-        count = min(shelves, len(self._begins) - 1)
-        begin = self._begins[count]
-        if begin < 0 or self._ends[count] > target:
-            return None
-        first_rank[:begin], sizes[:begin], loads[:] = self._first_rank[:begin], self._sizes[:begin], self._loads[count]
-        columns = *self._documents, self.work_from
-        return bool(place_in_blocks(*columns, begin, target, even, self._context, first_rank, sizes, loads))
-
-    def _add(self) -> None:
-        loads = self._loads[-1].copy()
-        begin, end = _add_shelf(
-            *self._documents, self._begins[-1], HIGHEST, self._context, self._first_rank, self._sizes, loads
-        )
-        self._begins.append(begin)
-        self._ends.append(max(self._ends[-1], end))
-        self._loads.append(loads)
+        columns = *self._documents, self.work_from, self._counts
+        return bool(_place(*columns, target, even, self._built, self._context, first_rank, sizes, loads))
 
 
 def _counts(most: int) -> Iterator[int]:
@@ -94,6 +83,42 @@ def _counts(most: int) -> Iterator[int]:
         yield count
         count = count + 1 if count < MOST else count * 5 // 4
     yield most
+
+
+@compiled
+def _place(
+    lengths: np.ndarray,
+    footprints: np.ndarray,
+    best: np.ndarray,
+    work_from: np.ndarray,
+    counts: np.ndarray,
+    target: int,
+    even: bool,
+    built: _Built,
+    context: PlacementContext,
+    first_rank: np.ndarray,
+    sizes: np.ndarray,
+    loads: np.ndarray,
+) -> bool:  # pragma: no cover - compiled
+    """Places documents as `Shelves.first_that_fits`. `counts`: int64, ascending, numbers of shelves to try."""
+    for shelves in counts:
+        while built.count[0] < shelves and 0 <= built.begins[built.count[0]] < len(lengths):
+            last = built.count[0]
+            built.loads[last + 1] = built.loads[last]
+            columns = built.first_rank, built.sizes, built.loads[last + 1]
+            begin, end = _add_shelf(lengths, footprints, best, built.begins[last], HIGHEST, context, *columns)
+            built.begins[last + 1], built.ends[last + 1] = begin, max(built.ends[last], end)
+            built.count[0] = last + 1
+        count = min(shelves, built.count[0])
+        begin = built.begins[count]
+        if begin < 0 or built.ends[count] > target:
+            return False  # more do not help
+        first_rank[:begin], sizes[:begin], loads[:] = built.first_rank[:begin], built.sizes[:begin], built.loads[count]
+        if place_in_blocks(
+            lengths, footprints, best, work_from, begin, target, even, context, first_rank, sizes, loads
+        ):
+            return True
+    return False
 
 
 @compiled

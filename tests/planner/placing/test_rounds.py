@@ -236,7 +236,8 @@ def test_rounds_that_must_end_late_are_given_up():
     lengths = draw("agent_trajectories", 60, 0)
     lengths = np.sort(lengths)[::-1].astype(np.int64)
     topology = Topology(64, 8192, ranks_per_node=8)
-    arguments = (lengths, lengths, np.arange(60), topology, COST, placement_context(topology, COST))
+    bound = lower_bound(lengths, topology, COST, "lockstep")
+    arguments = (lengths, lengths, np.arange(60), bound, topology, COST, placement_context(topology, COST))
     with planning(0):
         first = next(lockstep.plans_in_rounds(*arguments))
         assert list(lockstep.plans_in_rounds(*arguments, soonest=first.timeline().makespan // 2)) == []

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from hf_longctx.planner.bound import lower_bound, unit_bits
+from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times, placement_context
 from hf_longctx.planner.placing.packing import sums
@@ -48,6 +48,7 @@ def plans_in_rounds(
     lengths: np.ndarray,
     tokens: np.ndarray,
     order: np.ndarray,
+    bound: int,
     topology: Topology,
     cost: CostModel,
     context: PlacementContext,
@@ -59,10 +60,10 @@ def plans_in_rounds(
     Args:
         lengths, tokens: int64 [documents], longest first: tokens that a document counts as, and has.
         order: int64 [documents]: their indices in the global batch.
+        bound: nanoseconds, of `lower_bound` in mode "lockstep". Plans that come near are good enough.
         windows: as WINDOWS.
         soonest: nanoseconds. There is no plan where it shows early that rounds hardly end by then.
     """
-    bound = lower_bound(lengths, topology, cost, "lockstep", tokens)
     rounds = None
     for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context, soonest):
         yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
