@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.cost.selective_offload import Offload
@@ -183,14 +184,22 @@ def _whole_documents(placement: Placement, world_size: int) -> tuple[np.ndarray,
     rank = np.concatenate([placement.member[placement.first_member[alone]], placement.small_rank])
     if placement.small_before is None:
         return whole, rank, None
-    next_split = np.full(world_size, large)
-    before = np.full(large, large)
-    # Backwards, so that the next split document of each rank is known; `large`, beyond all numbers, where none comes.
-    for i in range(large - 1, -1, -1):
-        group = placement.member[placement.first_member[i] : placement.first_member[i + 1]]
-        if len(group) > 1:
-            next_split[group] = i
-        else:
-            before[i] = next_split[group[0]]
+    before = _next_split(placement.first_member, placement.member, world_size)
     # A hole lies before a large document that meets there, hence before a split one.
     return whole, rank, np.concatenate([before[alone], placement.small_before])
+
+
+@compiled
+def _next_split(first_member: np.ndarray, member: np.ndarray, world_size: int) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [large documents]: the next one on the rank of each that is split; how many there are, beyond all numbers, where none
+    comes or the document itself is split."""
+    count = len(first_member) - 1
+    next_split, before = np.full(world_size, count), np.full(count, count)
+    first_member, member = listed(first_member), listed(member)
+    for i in range(count - 1, -1, -1):
+        if first_member[i + 1] - first_member[i] == 1:
+            before[i] = next_split[member[first_member[i]]]
+        else:
+            for at in range(first_member[i], first_member[i + 1]):
+                next_split[member[at]] = i
+    return before
