@@ -15,6 +15,9 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 
+AROUND = 2000
+"""Thousandths of a token: no rank holds two tokens more than its share of what is left when each has one."""
+
 
 def shares(length: int, ranks: int, before: int = 0) -> list[int]:
     """Tokens of a document on each of `ranks` equal ranks that share it; `before`: tokens of earlier documents that they
@@ -143,6 +146,45 @@ def slowest_of_kinds(
             tokens += 1
         slowest = max(slowest, -(-tokens * 1000 // speeds[i]))
     return slowest
+
+
+@borrowing
+@compiled
+def least_slowest_share(
+    length: int, speeds: np.ndarray, room: np.ndarray
+) -> tuple[int, bool]:  # pragma: no cover - compiled
+    """Return what `slowest_share` of fewer ranks than tokens is at least, and whether it is at most AROUND over the speed, and 3, more; found
+    without a division for each rank. 0 and False where nothing is known."""
+    ranks, left, speed, tight = len(speeds), length - len(speeds), 0 * length, 0 * length
+    for i in range(ranks):
+        if room[i] > 1:
+            speed += speeds[i]
+    while speed > 0:  # as in `slowest_of_kinds`
+        still_left, still_open, tight = length - ranks, 0 * length, 0 * length
+        for i in range(ranks):
+            if room[i] > 1:
+                share = left * speeds[i]
+                if share >= room[i] * speed:
+                    still_left -= room[i] - 1
+                else:
+                    still_open += speeds[i]
+                    if share >= (room[i] - 1) * speed:
+                        tight += 1
+        if still_open == speed:
+            break
+        left, speed = still_left, still_open
+    if speed == 0 or left <= 0:
+        return 0 * length, False
+    if tight > 0:  # as many have no room for a token that rounding down leaves over
+        rest, fitting = left, 0 * length
+        for i in range(ranks):
+            if room[i] > 1 and left * speeds[i] < room[i] * speed:
+                rest -= left * speeds[i] // speed
+                if left * speeds[i] < (room[i] - 1) * speed:
+                    fitting += 1
+        if rest > fitting:
+            return left * 1000 // speed, False
+    return left * 1000 // speed, True
 
 
 @compiled
