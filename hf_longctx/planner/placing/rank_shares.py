@@ -102,7 +102,7 @@ def slowest_of_kinds(
         for i in range(kinds):
             if room[i] > 1:
                 count = end[i] - before[i] if counted else 1
-                if left * speeds[i] // speed >= room[i]:
+                if left * speeds[i] >= room[i] * speed:  # a product takes a tenth of a quotient's time
                     still_left -= (room[i] - 1) * count
                 else:
                     still_open += speeds[i] * count
@@ -128,7 +128,7 @@ def slowest_of_kinds(
         middle = (low + high + 1) // 2
         faster, next_faster, next_slower = 0 * length, fastest, slowest_fitting
         for i in range(kinds):
-            if left * speeds[i] // speed + 1 < room[i]:
+            if left * speeds[i] < (room[i] - 1) * speed:
                 if speeds[i] >= middle:
                     faster += end[i] - before[i] if counted else 1
                     next_faster = min(next_faster, speeds[i])
@@ -144,7 +144,8 @@ def slowest_of_kinds(
         tokens = max(min(left * speeds[i] // speed + 1, room[i]), 1)
         if rest > 0 and speeds[i] >= low and tokens < room[i]:
             tokens += 1
-        slowest = max(slowest, -(-tokens * 1000 // speeds[i]))
+        if tokens * 1000 > slowest * speeds[i]:
+            slowest = -(-tokens * 1000 // speeds[i])
     return slowest
 
 
