@@ -190,7 +190,9 @@ def _whole_documents(placement: Placement, world_size: int) -> tuple[np.ndarray,
 
 
 @compiled
-def _next_split(first_member: np.ndarray, member: np.ndarray, world_size: int) -> np.ndarray:  # pragma: no cover - compiled
+def _next_split(
+    first_member: np.ndarray, member: np.ndarray, world_size: int
+) -> np.ndarray:  # pragma: no cover - compiled
     """int64 [large documents]: the next one on the rank of each that is split; how many there are, beyond all numbers, where none
     comes or the document itself is split."""
     count = len(first_member) - 1

@@ -23,6 +23,9 @@ from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, unequal_time
 from hf_longctx.planner.placing.rank_blocks import ROUNDED
 
+MOST_ROOM = 2**62
+"""Nanoseconds on a rank of speed 1000: more than all documents take."""
+
 
 @compiled
 def place_on_least_loaded(
@@ -143,7 +146,9 @@ def place_in_holes(
     for hole in range(len(holes)):
         room, in_rank = holes[hole, 0], holes[hole, 1]
         speed, capacity = context.speeds[in_rank], context.capacities[in_rank]
-        left = room // 1000 * speed + room % 1000 * speed // 1000  # of a rank of speed 1000; room * speed may exceed 64 bits
+        # Nanoseconds of a rank of speed 1000; room * speed may exceed 64 bits.
+        room = min(room, MOST_ROOM // max(speed, 1000) * 1000)
+        left = room // 1000 * speed + room % 1000 * speed // 1000
         while True:
             low, high = 0, count
             while low < high:

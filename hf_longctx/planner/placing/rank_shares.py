@@ -154,8 +154,8 @@ def slowest_of_kinds(
 def least_slowest_share(
     length: int, speeds: np.ndarray, room: np.ndarray
 ) -> tuple[int, bool]:  # pragma: no cover - compiled
-    """Return what `slowest_share` of fewer ranks than tokens is at least, and whether it is at most AROUND over the speed, and 3, more; found
-    without a division for each rank. 0 and False where nothing is known."""
+    """Return what `slowest_share` of fewer ranks than tokens is at least, and whether it is no more than AROUND over the least
+    speed, and 3, above that; 0 and False where nothing is known. Few ranks take a division."""
     ranks, left, speed, tight = len(speeds), length - len(speeds), 0 * length, 0 * length
     for i in range(ranks):
         if room[i] > 1:

@@ -37,7 +37,7 @@ class _Built(NamedTuple):
     first_rank: np.ndarray
     """[documents]; of those that stand on shelves, as the next."""
     sizes: np.ndarray
-    count: np.ndarray
+    number: np.ndarray
     """[1]: how many there are."""
     begins: np.ndarray
     """[shelves + 1]: the first document that stands on none of the first so many; less than 0 if there can be no more."""
@@ -102,14 +102,14 @@ def _place(
 ) -> bool:  # pragma: no cover - compiled
     """Places documents as `Shelves.first_that_fits`. `counts`: int64, ascending, numbers of shelves to try."""
     for shelves in counts:
-        while built.count[0] < shelves and 0 <= built.begins[built.count[0]] < len(lengths):
-            last = built.count[0]
+        while built.number[0] < shelves and 0 <= built.begins[built.number[0]] < len(lengths):
+            last = built.number[0]
             built.loads[last + 1] = built.loads[last]
             columns = built.first_rank, built.sizes, built.loads[last + 1]
             begin, end = _add_shelf(lengths, footprints, best, built.begins[last], HIGHEST, context, *columns)
             built.begins[last + 1], built.ends[last + 1] = begin, max(built.ends[last], end)
-            built.count[0] = last + 1
-        count = min(shelves, built.count[0])
+            built.number[0] = last + 1
+        count = min(shelves, built.number[0])
         begin = built.begins[count]
         if begin < 0 or built.ends[count] > target:
             return False  # more do not help

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.planner import CostModel, Topology, compiled, plan_step
+from hf_longctx.planner import CostModel, Topology, compiled, lower_bound, plan_step
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import group_time, placement_context
 from hf_longctx.planner.placing.rounds import builder, lockstep

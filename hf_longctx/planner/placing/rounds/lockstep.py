@@ -147,7 +147,9 @@ def rounds_tried(
             yield best
     through_windows = context.uniform or (topology.few_kinds and len(lengths) > DEALT_DOCUMENTS)
     if windows and through_windows and best.makespan > near:
-        yield min(best, builder.rounds(best_stop, windows, min(soonest, best.makespan)), key=lambda rounds: rounds.makespan)
+        yield min(
+            best, builder.rounds(best_stop, windows, min(soonest, best.makespan)), key=lambda rounds: rounds.makespan
+        )
 
 
 def _build(

@@ -1,0 +1,54 @@
+"""Whole documents in the holes before groups: each hole takes the longest that fits, again and again, and none is lost."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_longctx.hardware.published import ARCHITECTURES
+from hf_longctx.planner import GPU, CostModel, Topology
+from hf_longctx.planner.cost.group_times import placement_context
+from hf_longctx.planner.placing.least_loaded import place_in_holes
+from tests.builders.plans.plan_invariants import many_examples
+
+COST = CostModel.from_config(ARCHITECTURES["llama-7b"], GPU)
+
+
+def by_hand(
+    holes: np.ndarray, times: np.ndarray, tokens: np.ndarray, topology: Topology
+) -> tuple[list[int], list[int]]:
+    """The same, one document after the other."""
+    rank, ends_it = [-1] * len(times), [-1] * len(times)
+    for room, in_rank, document in holes.tolist():
+        left, capacity = room * int(topology.speeds[in_rank]) // 1000, int(topology.capacities[in_rank])
+        for i in range(len(times)):
+            if rank[i] < 0 and times[i] <= left and tokens[i] <= capacity:
+                rank[i], ends_it[i] = in_rank, document
+                left -= int(times[i])
+    return rank, ends_it
+
+
+@many_examples
+@given(
+    st.lists(st.integers(1, 1000), max_size=30),
+    st.lists(st.tuples(st.integers(0, 2500), st.integers(0, 2), st.integers(0, 9)), max_size=8),
+    st.lists(st.integers(250, 1000), min_size=3, max_size=3),
+    st.lists(st.sampled_from([250, 500, 1000]), min_size=3, max_size=3),
+)
+def test_holes_take_the_longest_documents_that_fit(documents, holes, speeds, memory):
+    tokens = np.sort(np.array(documents, np.int64))[::-1]
+    times = tokens * 2
+    topology = Topology(3, 600, speed=tuple(speeds), memory=tuple(memory))
+    rows = np.array(holes, np.int64).reshape(-1, 3)
+    rank, ends_it = place_in_holes(rows, times, tokens, placement_context(topology, COST))
+    assert (rank.tolist(), ends_it.tolist()) == by_hand(rows, times, tokens, topology)
+
+
+def test_a_long_hole_on_a_fast_rank_takes_what_fits():
+    """Room times speed exceeds 64 bits, also in thousandths."""
+    topology = Topology(2, 600, speed=(1000, 5000))
+    hole = np.array([[2**61, 1, 4]])
+    rank, ends_it = place_in_holes(
+        hole, np.array([2**60, 2**59, 7]), np.array([5, 5, 1]), placement_context(topology, COST)
+    )
+    assert rank.tolist() == [1, 1, 1]
+    assert ends_it.tolist() == [4, 4, 4]
