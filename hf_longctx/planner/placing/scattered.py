@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times
 from hf_longctx.planner.placing.bisection import Large, largest_room
@@ -94,12 +95,8 @@ class ScatteredGroups:
             first_member: int64 [documents + 1]: where the ranks of each begin.
             first_rank, sizes: int64 [documents]: ranks of those that are not listed here.
         """
-        place = np.arange(first_member[-1]) - np.repeat(first_member[:-1], sizes)  # of a rank in its group
-        member = np.repeat(first_rank, sizes) + place
-        first = np.repeat(self._first_member[order], sizes)
-        listed = first >= 0
-        member[listed] = self._member[first[listed] + place[listed]]
-        return member
+        columns = first_member, first_rank, sizes, self._first_member[order], self._member
+        return np.asarray(_members(*columns))
 
     def _over_all_ranks(self, sizes: np.ndarray, starts: np.ndarray, loads: np.ndarray) -> int:
         """Place the documents that need all ranks, one after the other; returns the end of what is listed, -1 if that is too
@@ -120,3 +117,20 @@ class ScatteredGroups:
 def end_of(chosen: np.ndarray) -> int:
     """Return one past the last entry that is true, 0 if none is."""
     return int(np.flatnonzero(chosen)[-1]) + 1 if chosen.any() else 0
+
+
+@compiled
+def _members(
+    first_member: np.ndarray, first_rank: np.ndarray, sizes: np.ndarray, listed_at: np.ndarray, listed_ranks: np.ndarray
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64: the ranks of documents, see `ScatteredGroups.members`, one after the other: so many of `listed_ranks` from
+    `listed_at` on (int64 [documents]), or from `first_rank` on where that is less than 0."""
+    ranks = np.empty(first_member[-1], np.int64)
+    first_member, sizes, listed_at = listed(first_member), listed(sizes), listed(listed_at)
+    for i in range(len(sizes)):
+        begin, end, at = first_member[i], first_member[i + 1], listed_at[i]
+        if at >= 0:
+            ranks[begin:end] = listed_ranks[at : at + sizes[i]]
+        else:
+            ranks[begin:end] = np.arange(first_rank[i], first_rank[i] + sizes[i])
+    return ranks
