@@ -170,11 +170,10 @@ def _planned(
         order: int64 [documents]: their indices in the global batch.
         least: nanoseconds; others follow unless the first plan ends near it. None: the lower bound.
     """
+    bound = lower_bound(ordered, topology, cost, mode, tokens)
     if mode == "lockstep":
-        bound = lower_bound(ordered, topology, cost, mode, tokens)
         yield from plans_in_rounds(ordered, tokens, order, bound, topology, cost, placement_context(topology, cost))
         return
-    bound = lower_bound(ordered, topology, cost, mode, tokens)
     times = cost.time(ordered, 1)
 
     def placed(room: np.ndarray, goal: int, context: PlacementContext, packs: int = 1000) -> tuple[int, StepPlan]:
@@ -224,7 +223,8 @@ def _planned(
         return
     far = soonest * 1000 > bound * FAR and FEW_FOR_WINDOWS < documents <= MANY_DOCUMENTS
     windows = WINDOWS if far else ()
-    # Rounds that end late at first may end in time through windows, or, of ranks in another order, where they are given back.
+    # Rounds that end late at first may end in time through windows, up to LATER; or, of ranks in another order, where they are
+    # given back: by how much is not known.
     by = soonest * (LATER if far else 1000) // 1000 if least is None else NEVER
     context = placement_context(topology, cost)
     for rounds in plans_in_rounds(ordered, tokens, order, bound_of_rounds, topology, cost, context, windows, by):

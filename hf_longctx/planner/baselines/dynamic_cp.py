@@ -116,9 +116,10 @@ def _widen(groups: _Groups, size: np.ndarray, costs: np.ndarray, first_group: np
         first, longest = joined_rows(first_group, rounds)
         longest = longest[np.lexsort((-costs[longest], np.repeat(rounds, np.diff(first))))]
         before = np.cumsum(size[longest]) - size[longest]
-        near = before - np.repeat(before[first[:-1]], np.diff(first)) < np.repeat(free[rounds], np.diff(first))
-        longest, first = longest[near], np.append(0, np.add.reduceat(near, first[:-1]).cumsum())
-        rounds = rounds[_doubled(longest, first, rounds, groups.times(longest, 2 * size[longest]), size, costs, free)]
+        fits = before - np.repeat(before[first[:-1]], np.diff(first)) < np.repeat(free[rounds], np.diff(first))
+        longest, first = longest[fits], np.append(0, np.add.reduceat(fits, first[:-1]).cumsum())
+        wider = groups.times(longest, np.minimum(2 * size[longest], groups.world_size))
+        rounds = rounds[_doubled(longest, first, rounds, wider, size, costs, free)]
 
 
 @compiled
@@ -187,7 +188,7 @@ def _fill_rounds(
         free, busiest, left, failed = sizes[kinds - 1], 0, 0, 0
         longest = lengths[pending[0]]
         limit = longest * capacity * (1000 + SLACK) // 1000
-        at, most = -1, -1
+        at, most = -1, -1  # `most`: of `_longest_that_may_fit`, -1 until that is asked for
         while at + 1 < len(pending):
             at += 1
             i = pending[at]
@@ -258,16 +259,16 @@ def _longest_that_may_fit(
     capacity: int,
     limit: int,
 ) -> int:  # pragma: no cover - compiled
-    """Return tokens that no document exceeds which a group of the round, or another one of free ranks, has room for within the
-    load `limit`; the chains of groups are as in `_fill_rounds`."""
+    """Return a length, in tokens, that none exceeds of the documents which still fit into the round: into a group, or into a new
+    one of free ranks, within the load `limit`. The chains of groups are as in `_fill_rounds`."""
     most = 0
     for kind in range(len(sizes)):
         size = sizes[kind]
         if free >= size:
-            most = max(most, min(size * capacity, int(math.sqrt((limit + 1) * size)) + 1))
+            most = max(most, min(size * capacity, int(math.sqrt(float(limit + 1) * size)) + 1))
         group = newest[kind]
         while group >= 0:
             if room[group] > most and load[group] <= limit:
-                most = max(most, min(room[group], int(math.sqrt((limit + 1 - load[group]) * size)) + 1))
+                most = max(most, min(room[group], int(math.sqrt(float(limit + 1 - load[group]) * size)) + 1))
             group = before[group]
     return most

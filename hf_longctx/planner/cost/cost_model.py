@@ -297,9 +297,8 @@ class CostModel:
         tokens, count = np.add.reduceat(lengths, begins), np.diff(begins, append=len(lengths))
         several_nodes = ranks > (self.ranks_per_node or UNLIMITED)
         link_ps = np.where(several_nodes, max(self.inside_ps, self.between_ps), self.inside_ps)
-        if (
-            self._largest_of_ring(float(tokens.max()), float(ranks.max())) >= LONGEST_TIME / 8
-        ):  # of which 8 may be added
+        # Fewer than 8 such numbers are added.
+        if self._largest_of_ring(float(tokens.max()), float(ranks.max())) >= LONGEST_TIME / 8:
             tokens, count, link_ps, ranks = (column.astype(object) for column in (tokens, count, link_ps, ranks))
         # s^2 and half*s of every document; a rank has 1/ranks of the pairs, and pieces of s/ranks tokens.
         reach, both_ps = np.minimum(lengths, self.window or UNLIMITED), self.attention_ps + self.windowed_ps
@@ -332,7 +331,8 @@ class CostModel:
             self.document_ns + self.state_ns * ranks,  # no document is shorter than a token
         )
         unit = PS_PER_NS << (self.unit_bits or 0)
-        return max(a_token * tokens, (link_ps * tokens + self.message_ns * PS_PER_NS * ranks) * ranks, unit * ranks)
+        ring = (link_ps * tokens + self.message_ns * PS_PER_NS * ranks) * ranks
+        return max(self.micro_batch_ns, a_token * tokens, ring, unit * ranks)
 
     def scaled(self, attention: float = 1.0, linear: float = 1.0, exchange: float = 1.0) -> CostModel:
         """The same model with its parts so many times as slow: `linear` includes what documents and micro-batches cost."""

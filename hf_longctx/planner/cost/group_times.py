@@ -11,7 +11,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, by_address, compiled, listed, remembered
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
-from hf_longctx.planner.placing.rank_shares import AROUND, least_slowest_share, slowest_of_kinds, slowest_share
+from hf_longctx.planner.placing.rank_shares import TWO_TOKENS, least_slowest_share, slowest_of_kinds, slowest_share
 from hf_longctx.planner.stages.causal_chunks import best_chunks, counted
 from hf_longctx.planner.topology import Topology
 
@@ -236,16 +236,16 @@ def ends_within(
         return False
     # Where all have room, none holds two tokens more than that.
     if length >= size and (length - size) * context.fastest // speed + 2 <= context.smallest:
-        slowest = (length - size) * 1000 // speed + AROUND // context.slowest + 3
+        slowest = (length - size) * 1000 // speed + TWO_TOKENS // context.slowest + 3
         if _time_of_slowest(length, work, slowest, context.slowest, context) <= limit:
             return True
     if len(context.kind_speeds) == 0 and length > size:
-        # Mostly, what the slowest takes about says enough; exactly, it takes ten times as long to find.
+        # Bounds of the slowest share mostly decide; the share itself takes ten times as long to find.
         end = first + size
-        slowest, near = least_slowest_share(length, context.speeds[first:end], context.capacities[first:end])
+        slowest, is_close = least_slowest_share(length, context.speeds[first:end], context.capacities[first:end])
         if _time_of_slowest(length, work, slowest, context.fastest, context) > limit:
             return False
-        slowest += AROUND // context.slowest + 3
-        if near and _time_of_slowest(length, work, slowest, context.slowest, context) <= limit:
+        slowest += TWO_TOKENS // context.slowest + 3
+        if is_close and _time_of_slowest(length, work, slowest, context.slowest, context) <= limit:
             return True
     return adjacent_time(length, first, size, context) <= limit

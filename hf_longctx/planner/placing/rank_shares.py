@@ -15,8 +15,8 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 
-AROUND = 2000
-"""Thousandths of a token: no rank holds two tokens more than its share of what is left when each has one."""
+TWO_TOKENS = 2000
+"""In thousandths: no rank holds two tokens more than its share of what is left when each has one."""
 
 
 def shares(length: int, ranks: int, before: int = 0) -> list[int]:
@@ -102,7 +102,7 @@ def slowest_of_kinds(
         for i in range(kinds):
             if room[i] > 1:
                 count = end[i] - before[i] if counted else 1
-                if left * speeds[i] >= room[i] * speed:  # a product takes a tenth of a quotient's time
+                if left * speeds[i] >= min(room[i], length) * speed:  # a product takes a tenth of a quotient's time
                     still_left -= (room[i] - 1) * count
                 else:
                     still_open += speeds[i] * count
@@ -128,7 +128,7 @@ def slowest_of_kinds(
         middle = (low + high + 1) // 2
         faster, next_faster, next_slower = 0 * length, fastest, slowest_fitting
         for i in range(kinds):
-            if left * speeds[i] < (room[i] - 1) * speed:
+            if left * speeds[i] < (min(room[i], length + 1) - 1) * speed:
                 if speeds[i] >= middle:
                     faster += end[i] - before[i] if counted else 1
                     next_faster = min(next_faster, speeds[i])
@@ -154,8 +154,8 @@ def slowest_of_kinds(
 def least_slowest_share(
     length: int, speeds: np.ndarray, room: np.ndarray
 ) -> tuple[int, bool]:  # pragma: no cover - compiled
-    """Return what `slowest_share` of fewer ranks than tokens is at least, and whether it is no more than AROUND over the least
-    speed, and 3, above that; 0 and False where nothing is known. Few ranks take a division."""
+    """Return a lower bound of `slowest_share`, of fewer ranks than tokens, and whether that is at most TWO_TOKENS over the least
+    speed, and 3, more; 0 and False where nothing is known. A division for each rank would take ten times as long."""
     ranks, left, speed, tight = len(speeds), length - len(speeds), 0 * length, 0 * length
     for i in range(ranks):
         if room[i] > 1:
@@ -165,11 +165,11 @@ def least_slowest_share(
         for i in range(ranks):
             if room[i] > 1:
                 share = left * speeds[i]
-                if share >= room[i] * speed:
+                if share >= min(room[i], length) * speed:
                     still_left -= room[i] - 1
                 else:
                     still_open += speeds[i]
-                    if share >= (room[i] - 1) * speed:
+                    if share >= (min(room[i], length + 1) - 1) * speed:
                         tight += 1
         if still_open == speed:
             break
@@ -179,9 +179,9 @@ def least_slowest_share(
     if tight > 0:  # as many have no room for a token that rounding down leaves over
         rest, fitting = left, 0 * length
         for i in range(ranks):
-            if room[i] > 1 and left * speeds[i] < room[i] * speed:
+            if room[i] > 1 and left * speeds[i] < min(room[i], length) * speed:
                 rest -= left * speeds[i] // speed
-                if left * speeds[i] < (room[i] - 1) * speed:
+                if left * speeds[i] < (min(room[i], length + 1) - 1) * speed:
                     fitting += 1
         if rest > fitting:
             return left * 1000 // speed, False

@@ -378,7 +378,7 @@ class Search:
         rank[rest] = spread_whole(small_times[rest], loads, context.speeds)
         # Before that, `even` held holes as they were.
         busy = even + (self.total_small - int(small_times[rest].sum())) * FULL
-        busy -= topology.summed_work(sums(holes[:, 1], holes[:, 0], world_size))
+        busy -= topology.summed_work(sums(holes[:, 1].copy(), holes[:, 0].copy(), world_size))
         member = member[: first_member[-1]]
         self.soonest = min(self.soonest, int(loads.max()))
         sent = int((split * (np.diff(first_member) - 1)).sum())

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hf_longctx.layouts.exchange_schedule import schedule
 from hf_longctx.layouts.layout import Layout, LayoutError, zigzag
 from hf_longctx.planner.placing.rank_shares import (
-    AROUND,
+    TWO_TOKENS,
     least_slowest_share,
     proportional_shares,
     shares,
@@ -106,7 +106,15 @@ def test_what_the_slowest_share_is_about_is_no_more_and_hardly_less(case):
     least, near = least_slowest_share(*case)
     exact = slowest_share(*case)
     assert least <= exact
-    assert not near or exact <= least + AROUND // int(speeds.min()) + 3
+    assert not near or exact <= least + TWO_TOKENS // int(speeds.min()) + 3
+
+
+def test_room_without_a_limit_is_as_much_as_is_needed():
+    """Room times speeds exceeds 64 bits."""
+    speeds = np.tile([1000, 500], 32)
+    group, needed = (speeds, np.full(64, 2**50)), (speeds, np.full(64, 10**6))
+    assert slowest_share(10**6, *group) == slowest_share(10**6, *needed)
+    assert least_slowest_share(10**6, *group) == least_slowest_share(10**6, *needed) == (10**9 // 48_000 - 1, True)
 
 
 def test_what_the_slowest_share_is_about_is_known_of_most_groups():

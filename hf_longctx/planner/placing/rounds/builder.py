@@ -96,16 +96,16 @@ class RoundsBuilder:
         self._dealer = Dealer(self._documents, int(fewest.sum()), topology, context)
         self._round, self._first_rank, self._size = (np.empty(len(lengths), np.int64) for _ in range(3))
         self._times: list[int] = []
-        self._soonest = NEVER
+        self._latest = NEVER  # nanoseconds: rounds that end later are not finished
 
     def rounds(self, reserved: int, windows: Sequence[int], soonest: int) -> Rounds:
         """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of
         its own.
 
-        `soonest`: nanoseconds. What cannot make rounds end by then is left out.
+        `soonest`: nanoseconds. What is not estimated to make rounds end about then is left out.
         """
         documents, count, shares = self._documents, len(self._round), np.array(windows, np.int64)
-        self._round[:], self._times, self._soonest = -1, [], soonest // 1000 * NEAR
+        self._round[:], self._times, self._latest = -1, [], soonest * NEAR // 1000
         for stop in (reserved, count):
             self._fill(stop, shares)
             if stop < count:
@@ -125,8 +125,8 @@ class RoundsBuilder:
     def rounds_unless_late(self, soonest: int) -> Rounds | None:
         """Rounds of all documents, or None where it shows early that they hardly end by `soonest`, nanoseconds."""
         count, no_windows = len(self._round), np.empty(0, np.int64)
-        self._round[:], self._times, self._soonest = -1, [], soonest // 1000 * NEAR
-        self._fill(count, no_windows, soonest // 1000 * HOPELESS)
+        self._round[:], self._times, self._latest = -1, [], soonest * NEAR // 1000
+        self._fill(count, no_windows, soonest * HOPELESS // 1000)
         if (self._round < 0).any():
             if self._soonest_dealt() >= soonest:
                 return None
@@ -232,7 +232,7 @@ class RoundsBuilder:
         """Deal the documents of the last rounds, or of all, to rounds of about one height, and return whether that ends
         sooner."""
         ends = np.append(0, np.cumsum(self._times))
-        best, places = min(int(ends[-1]), self._soonest), None
+        best, places = min(int(ends[-1]), self._latest), None
         for end, kept, estimate in self._lowest_estimates(ends):
             if best * 1000 <= end * NEAR:
                 break
@@ -251,7 +251,7 @@ class RoundsBuilder:
         """Return the lowest estimates of when all rounds end, how many rounds stay for that, and to what the others' documents
         are dealt. `ends`: nanoseconds, when as many rounds end as have this index."""
         lowest: dict[tuple[int, int], Estimate] = {}
-        highest, kept = min(int(ends[-1]), self._soonest) * 1000 // NEAR, 0
+        highest, kept = min(int(ends[-1]), self._latest) * 1000 // NEAR, 0
         while kept < len(self._times):
             undone, begin = np.flatnonzero(self._round >= kept), int(ends[kept])
             # Where all ranks, busy to the end, would take longer than the estimates that are followed, none is made.
@@ -272,7 +272,7 @@ class RoundsBuilder:
         """Put the documents of the last rounds into one, or two, where that ends sooner: rounds that are filled as well as can be
         may leave too little for a full one."""
         ends = np.append(0, np.cumsum(self._times))
-        best, best_kept, best_heights = min(int(ends[-1]), self._soonest), len(self._times), [0]
+        best, best_kept, best_heights = min(int(ends[-1]), self._latest), len(self._times), [0]
         # ends[kept]: when the rounds that stay end.
         for kept in range(len(self._times) - 1, max(-1, len(self._times) - 1 - LAST), -1):
             undone = np.flatnonzero(self._round >= kept)
