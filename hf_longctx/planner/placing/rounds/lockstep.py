@@ -141,15 +141,13 @@ def rounds_tried(
     for stop in dict.fromkeys(stops):
         if stop == len(lengths) or best.makespan * 1000 <= bound * GOOD_ENOUGH:
             continue
-        rounds = builder.rounds(stop, (), min(soonest, best.makespan))
+        rounds = builder.rounds(stop, (), soonest)
         if rounds.makespan < best.makespan:
             best, best_stop = rounds, stop
             yield best
     through_windows = context.uniform or (topology.few_kinds and len(lengths) > DEALT_DOCUMENTS)
     if windows and through_windows and best.makespan > near:
-        yield min(
-            best, builder.rounds(best_stop, windows, min(soonest, best.makespan)), key=lambda rounds: rounds.makespan
-        )
+        yield min(best, builder.rounds(best_stop, windows, soonest), key=lambda rounds: rounds.makespan)
 
 
 def _build(
