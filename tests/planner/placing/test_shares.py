@@ -118,7 +118,7 @@ def test_room_without_a_limit_is_as_much_as_is_needed():
 
 
 def test_what_the_slowest_share_is_about_is_known_of_most_groups():
-    """Of 300 ranks that a document of 4M tokens fills, or nearly."""
+    """A document of 3M to 4.9M tokens on 300 ranks fills many of them."""
     rng = np.random.default_rng(0)
     near = [
         least_slowest_share(length, rng.integers(300, 1001, 300), np.full(300, 16_384))[1]
