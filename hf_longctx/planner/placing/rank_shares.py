@@ -16,7 +16,7 @@ import numpy as np
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 
 TWO_TOKENS = 2000
-"""In thousandths: no rank holds two tokens more than its share of what is left when each has one."""
+"""Two tokens, in thousandths: each rank holds less than that above its share of what is left when every rank has one."""
 
 
 def shares(length: int, ranks: int, before: int = 0) -> list[int]:
