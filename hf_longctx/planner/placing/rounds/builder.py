@@ -21,7 +21,7 @@ from hf_longctx.planner.bound import LARGEST_DOCUMENT, best_sizes, most_ranks
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.placing.bisection import at_least_later
-from hf_longctx.planner.placing.rounds.dealer import Dealer, Estimate
+from hf_longctx.planner.placing.rounds.dealer import FEW_DOCUMENTS, Dealer, Estimate
 from hf_longctx.planner.placing.rounds.filling import Kept, fill_best_round, lowest_that_holds_all
 from hf_longctx.planner.placing.rounds.gap_filling import fill_gaps
 from hf_longctx.planner.placing.rounds.sequence import Documents, fill_rounds, heights_of, waiting_of
@@ -96,7 +96,7 @@ class RoundsBuilder:
         self._dealer = Dealer(self._documents, int(fewest.sum()), topology, context)
         self._round, self._first_rank, self._size = (np.empty(len(lengths), np.int64) for _ in range(3))
         self._times: list[int] = []
-        self._latest = NEVER  # nanoseconds: rounds that end later are not finished
+        self._latest = NEVER  # of `_latest_for`
 
     def rounds(self, reserved: int, windows: Sequence[int], soonest: int) -> Rounds:
         """Rounds of the first documents, up to `reserved`; the others fill their gaps, and what is left over follows in rounds of
@@ -105,7 +105,7 @@ class RoundsBuilder:
         `soonest`: nanoseconds. What is not estimated to make rounds end about then is left out.
         """
         documents, count, shares = self._documents, len(self._round), np.array(windows, np.int64)
-        self._round[:], self._times, self._latest = -1, [], soonest * NEAR // 1000
+        self._round[:], self._times, self._latest = -1, [], self._latest_for(soonest)
         for stop in (reserved, count):
             self._fill(stop, shares)
             if stop < count:
@@ -125,13 +125,17 @@ class RoundsBuilder:
     def rounds_unless_late(self, soonest: int) -> Rounds | None:
         """Rounds of all documents, or None where it shows early that they hardly end by `soonest`, nanoseconds."""
         count, no_windows = len(self._round), np.empty(0, np.int64)
-        self._round[:], self._times, self._latest = -1, [], soonest * NEAR // 1000
+        self._round[:], self._times, self._latest = -1, [], self._latest_for(soonest)
         self._fill(count, no_windows, soonest * HOPELESS // 1000)
         if (self._round < 0).any():
             if self._soonest_dealt() >= soonest:
                 return None
             self._fill(count, no_windows)
         return self._finished(True, no_windows)
+
+    def _latest_for(self, soonest: int) -> int:
+        """Nanoseconds: rounds that end later are not finished. Those of few documents always are, which takes little time."""
+        return soonest * NEAR // 1000 if len(self._round) > FEW_DOCUMENTS else NEVER
 
     def _finished(self, raises: bool, windows: np.ndarray) -> Rounds:
         """Finish the rounds, and return them. `raises`: those before idle ones may be made higher."""
