@@ -47,6 +47,8 @@ class PlacementContext(NamedTuple):
     """int64 [kinds], per mille, of ranks that are alike; [0] where all are equal, or kinds are more than MOST_KINDS."""
     kind_capacities: np.ndarray
     """int64 [kinds], tokens."""
+    kind: np.ndarray
+    """int64 [world_size]: the kind of each rank, where there are kinds."""
     kinds_before: np.ndarray
     """int64 [world_size + 1, kinds]: ranks of each kind before each rank."""
     counts: np.ndarray
@@ -88,6 +90,7 @@ def placement_context(topology: Topology, cost: CostModel, stages: int = 1, unit
         smallest=int(topology.capacities.min()),
         kind_speeds=np.ascontiguousarray(kinds[0]),
         kind_capacities=np.ascontiguousarray(kinds[1]),
+        kind=kind,
         kinds_before=np.concatenate([np.zeros((1, of_kind.shape[1]), np.int64), np.cumsum(of_kind, axis=0)]),
         counts=np.zeros(of_kind.shape[1], np.int64),
         uniform=topology.uniform,

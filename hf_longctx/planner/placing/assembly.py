@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.cost.group_times import PlacementContext
+from hf_longctx.planner.cost.group_times import LARGEST_PRODUCT, PlacementContext
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.placing.packing import grouped, pack, sums
 from hf_longctx.planner.placing.rank_shares import slowest_shares
@@ -168,11 +168,16 @@ def group_costs(
         return np.empty(0, np.int64)
     # A group ends with its slowest share: as a rank of speed 1000 with `slowest` of the tokens would.
     speeds, capacities = topology.speeds[members], topology.capacities[members]
-    slowest = slowest_shares(lengths, sizes, speeds, capacities).tolist()
+    kinds, kind = topology.kinds
+    kinds = kinds if topology.few_kinds else kinds[:, :0]
+    slowest = slowest_shares(lengths, sizes, speeds, capacities, kind[members], kinds[0].copy(), kinds[1].copy())
     launches = cost.micro_batch_ns * FULL // np.minimum.reduceat(speeds, np.cumsum(sizes) - sizes)
+    work = cost.work(lengths, sizes)
+    if float(work.max()) * float(slowest.max()) < LARGEST_PRODUCT:
+        return -(-work * slowest // lengths) + launches
     # Python's integers: work times tokens may exceed 64 bits.
-    works = zip(cost.work(lengths, sizes).tolist(), slowest, lengths.tolist())
-    return np.array([-(-work * share // length) for work, share, length in works], np.int64) + launches
+    rows = zip(work.tolist(), slowest.tolist(), lengths.tolist())
+    return np.array([-(-work * share // length) for work, share, length in rows], np.int64) + launches
 
 
 def _whole_documents(placement: Placement, world_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
-from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, unequal_time
+from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, time_of_kinds, unequal_time
 from hf_longctx.planner.placing.rank_blocks import ROUNDED
 
 MOST_ROOM = 2**62
@@ -62,6 +62,7 @@ def place_on_least_loaded(
     busy, capacities, speeds = listed(loads), listed(context.capacities), listed(context.speeds)
     lengths, footprints = listed(lengths), listed(footprints)
     ranks = listed(np.arange(world_size))  # by ascending load
+    counts = context.counts  # ranks of each kind in the group that is looked at
     count = members = 0
     first_member[0] = 0
     room_left = float(limit) * world_size
@@ -77,6 +78,7 @@ def place_on_least_loaded(
         if i < wide:
             fewest = most
         size, finish, speed, summed = 0, 2**62, 0, 0
+        counts[:] = 0
         for candidate in range(fewest, most + 1):
             if context.uniform and busy[ranks[candidate - 1]] >= finish:
                 break
@@ -88,12 +90,16 @@ def place_on_least_loaded(
             else:
                 while summed < rounded:
                     speed += speeds[ranks[summed]]
+                    if len(counts) > 0:
+                        counts[context.kind[ranks[summed]]] += 1
                     summed += 1
                 # No shares of these ranks take less than this.
                 least = busy[ranks[rounded - 1]] + work_of(lengths[i], rounded, context.coefficients) * 1000 // speed
                 if least > target and least >= finish:
                     continue
-                time = unequal_time(lengths[i], ranks[:rounded], context)
+                time = time_of_kinds(lengths[i], rounded, context.kinds_before[0], counts, context)
+                if time < 0:
+                    time = unequal_time(lengths[i], ranks[:rounded], context)
             end = busy[ranks[rounded - 1]] + time
             if end < finish:
                 size, finish = rounded, end

@@ -171,12 +171,32 @@ def time_of(
     return _unequal_time_of(large.lengths[i], size, unit, head, following, context)
 
 
+@borrowing
+@compiled
+def _count_kinds(
+    size: int, unit: int, head: int, following: np.ndarray, context: PlacementContext
+) -> None:  # pragma: no cover - compiled
+    """Counts the ranks of each kind in so many units of the list that begins with `head`, in `context.counts`."""
+    counts, first = context.counts, head
+    for kind in range(len(counts)):
+        counts[kind] = 0
+    for _ in range(size):
+        for rank in range(first, first + unit):
+            counts[context.kind[rank]] += 1
+        first = following[first]
+
+
 @compiled
 def _unequal_time_of(
     length: int, size: int, unit: int, head: int, following: np.ndarray, context: PlacementContext
 ) -> int:  # pragma: no cover - compiled
     """`time_of` on unequal ranks."""
     ranks = size * unit
+    if len(context.counts) > 0:
+        _count_kinds(size, unit, head, following, context)
+        time = time_of_kinds(length, ranks, context.kinds_before[0], context.counts, context)
+        if time >= 0:
+            return time
     speeds, capacities = np.empty(ranks, np.int64), np.empty(ranks, np.int64)
     first, end = head, 0
     for _ in range(size):

@@ -195,13 +195,31 @@ def _slowest_of(length: int, speeds: np.ndarray, room: np.ndarray) -> int:  # pr
 
 @compiled
 def slowest_shares(
-    lengths: np.ndarray, sizes: np.ndarray, speeds: np.ndarray, room: np.ndarray
+    lengths: np.ndarray,
+    sizes: np.ndarray,
+    speeds: np.ndarray,
+    room: np.ndarray,
+    kind: np.ndarray,
+    kind_speeds: np.ndarray,
+    kind_room: np.ndarray,
 ) -> np.ndarray:  # pragma: no cover - compiled
-    """int64 [documents]: `slowest_share` of each; `speeds` and `room` hold those of group after group."""
+    """int64 [documents]: `slowest_share` of each.
+
+    Args:
+        lengths, sizes: int64 [documents], tokens, ranks.
+        speeds, room, kind: int64 [members], those of group after group.
+        kind_speeds, kind_room: int64 [kinds], where these are few; else [0].
+    """
     slowest, begin = np.empty(len(lengths), np.int64), 0
+    nothing, counts = np.zeros(len(kind_speeds), np.int64), np.empty(len(kind_speeds), np.int64)
     for i in range(len(lengths)):
-        end = begin + sizes[i]
-        slowest[i] = slowest_share(lengths[i], speeds[begin:end], room[begin:end])
+        end, share = begin + sizes[i], -1
+        if len(counts) > 0 and lengths[i] > sizes[i]:
+            counts[:] = 0
+            for at in range(begin, end):
+                counts[kind[at]] += 1
+            share = slowest_of_kinds(lengths[i], kind_speeds, kind_room, nothing, counts)
+        slowest[i] = share if share >= 0 else slowest_share(lengths[i], speeds[begin:end], room[begin:end])
         begin = end
     return slowest
 

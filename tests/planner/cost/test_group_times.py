@@ -6,6 +6,8 @@ from hypothesis import strategies as st
 
 from hf_longctx.planner import CostModel, Topology
 from hf_longctx.planner.cost.group_times import adjacent_time, ends_within, placement_context, unequal_time
+from hf_longctx.planner.placing.bisection import large_documents
+from hf_longctx.planner.placing.niche_sizes import time_of
 
 COST = CostModel(attention_ps=1200, linear_ps=60_000_000, inside_ps=90_000, message_ns=8000, micro_batch_ns=400_000)
 
@@ -27,3 +29,21 @@ def test_unequal_ranks_end_in_time_where_their_slowest_does(data: st.DataObject)
     for limit in (time - 1, time, time + 1, time * 101 // 100, time * 99 // 100):
         assert ends_within(length, first, size, limit, context) == (time <= limit)
     assert np.diff(context.speed_before).tolist() == context.speeds.tolist()
+
+
+@given(st.data())
+def test_ranks_of_a_list_end_as_those_of_an_array(data: st.DataObject):
+    """Counted by kind where kinds are few, or one by one."""
+    ranks = data.draw(st.integers(2, 12))
+    speed = tuple(data.draw(st.lists(st.sampled_from([400, 1000, *range(500, 1000)]), min_size=ranks, max_size=ranks)))
+    topology = Topology(ranks, data.draw(st.sampled_from([7, 100, 4096])), speed=speed)
+    context = placement_context(topology, COST)
+    listed = np.array(data.draw(st.permutations(range(ranks))))
+    size = data.draw(st.integers(2, ranks))
+    length = np.array([data.draw(st.integers(1, size * topology.capacity))])
+    following = np.full(ranks, -1)
+    following[listed[:-1]] = listed[1:]
+    alone, best = COST.time(length, 1), np.array([ranks])
+    large = large_documents(length, length, best, alone, topology, COST, context)
+    expected = int(unequal_time(int(length[0]), listed[:size], context))
+    assert time_of(0, size, 1, int(listed[0]), following, large, context) == expected

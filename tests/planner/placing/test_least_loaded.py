@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.planner import GPU, CostModel, Topology
 from hf_longctx.planner.cost.group_times import placement_context
-from hf_longctx.planner.placing.least_loaded import place_in_holes
+from hf_longctx.planner.placing.least_loaded import place_in_holes, place_on_least_loaded
 from tests.builders.plans.plan_invariants import many_examples
 
 COST = CostModel.from_config(ARCHITECTURES["llama-7b"], GPU)
@@ -52,3 +52,31 @@ def test_a_long_hole_on_a_fast_rank_takes_what_fits():
     )
     assert rank.tolist() == [1, 1, 1]
     assert ends_it.tolist() == [4, 4, 4]
+
+
+@many_examples
+@given(
+    st.lists(st.integers(1, 4000), min_size=1, max_size=12),
+    st.lists(st.sampled_from([400, 700, 1000]), min_size=2, max_size=9),
+    st.integers(0, 2),
+    st.floats(1.0, 3.0),
+)
+def test_ranks_that_are_alike_may_be_counted(documents, speeds, wide, over):
+    """Groups are the same whether times are found from how many ranks there are of each kind or rank by rank."""
+    topology = Topology(len(speeds), 2000, speed=tuple(speeds))
+    lengths = np.minimum(np.sort(np.array(documents, np.int64))[::-1], topology.tokens)
+    context = placement_context(topology, COST)
+    nothing = np.empty(0, np.int64)
+    unknown = context._replace(kind_speeds=nothing, kind_capacities=nothing, counts=nothing)
+    target = int(COST.time(lengths, 1).sum() / sum(speeds) * 1000 * over)
+    placed = []
+    for known in (context, unknown):
+        first_member, member = np.zeros(len(lengths) + 1, np.int64), np.zeros(len(lengths) * len(speeds), np.int64)
+        loads, holes = np.zeros(len(speeds), np.int64), np.zeros((len(member), 3), np.int64)
+        work_from = np.zeros(len(lengths) + 1)
+        count = place_on_least_loaded(
+            lengths, lengths, work_from, wide, target, 2**62, known, first_member, member, loads, holes
+        )
+        assert count >= 0
+        placed.append([column.tolist() for column in (first_member, member, loads, holes)])
+    assert placed[0] == placed[1]

@@ -142,10 +142,10 @@ def test_ranks_that_are_alike_may_be_counted(case, data):
     group = (np.repeat(speeds, count), np.repeat(room, count))
     expected = int(slowest_share(length, *group))
     assert int(slowest_of_kinds(length, speeds, room, before, before + count)) in (expected, -1)
-    assert (
-        slowest_shares(np.array([length, length]), np.array([ranks, ranks]), *np.tile(group, 2)).tolist()
-        == [expected] * 2
-    )
+    twice = np.array([length, length]), np.array([ranks, ranks]), *np.tile(group, 2)
+    kind = np.tile(np.repeat(np.arange(kinds), count), 2)
+    for of_kinds in (speeds, room), (speeds[:0], room[:0]):
+        assert slowest_shares(*twice, kind, *of_kinds).tolist() == [expected] * 2
 
 
 def test_shares_by_hand():
