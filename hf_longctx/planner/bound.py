@@ -47,6 +47,8 @@ WORK_IN_UNITS = 2**57
 """Units of all documents together at most, where nanoseconds are too fine: targets of 16 times the lower bound still fit."""
 DOCUMENT_IN_UNITS = 2**51
 """Units of one document at most: floats count them one by one."""
+SIZES_TOGETHER = 8
+"""Sizes of groups that are looked at together: up to an eighth larger than the smallest of them."""
 ROUNDED = 1e-12
 """A share that is more than a product of three floats loses."""
 
@@ -110,16 +112,29 @@ def best_times(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost
     if topology.speed is None:
         return -(-cost.work(lengths, sizes) // sizes) + cost.micro_batch_ns
     micro_batch = cost.micro_batch_ns * FULL // int(topology.speeds.max())
-    # More ranks are slower ones: the best size of equal ranks need not be the best here.
-    every = np.arange(1, topology.world_size + 1)
-    speeds = topology.summed_speed(every)
-    return np.array(
-        [
-            (cost.work(int(length), every[least - 1 : length]) * FULL // speeds[least - 1 : length]).min() + micro_batch
-            for length, least in zip(lengths, fewest)
-        ],
-        np.int64,
-    )
+    speeds = topology.summed_speed(np.arange(1, topology.world_size + 1))
+    return _best_on_fastest(lengths, fewest, speeds, cost.coefficients) + micro_batch
+
+
+@compiled
+def _best_on_fastest(
+    lengths: np.ndarray, fewest: np.ndarray, speeds: np.ndarray, coefficients: tuple[int, ...]
+) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: the least time of each on `fewest` or more of the fastest ranks. `speeds`: int64 [world_size], per mille
+    of so many of them together. More ranks are slower ones: the best size of equal ranks need not be the best here."""
+    times = np.empty(len(lengths), np.int64)
+    lengths, fewest, speeds = listed(lengths), listed(fewest), listed(speeds)
+    for i in range(len(lengths)):
+        size, most, best = fewest[i], min(len(speeds), lengths[i]), 2**62
+        while size <= most:
+            end = min(size + size // SIZES_TOGETHER, most)
+            # None of these sizes takes less: work never falls as ranks are more.
+            if work_of(lengths[i], size, coefficients) * FULL // speeds[end - 1] < best:
+                for ranks in range(size, end + 1):
+                    best = min(best, work_of(lengths[i], ranks, coefficients) * FULL // speeds[ranks - 1])
+            size = end + 1
+        times[i] = best
+    return times
 
 
 @compiled
