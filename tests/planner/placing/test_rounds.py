@@ -27,6 +27,48 @@ def filled(documents, context, heights, windows=()) -> tuple[int, np.ndarray, np
     return int(end), *kept
 
 
+@pytest.mark.parametrize("unequal", [False, True])
+@pytest.mark.parametrize("seed", range(15))
+def test_the_best_of_many_heights_is_the_best_of_each_alone(seed, unequal):
+    """Those that are given up halfway are none better."""
+    rng = np.random.default_rng(seed)
+    ranks, documents = rng.integers(1, 41), rng.integers(1, 61)
+    speed = tuple(300 + 97 * rank % 701 for rank in range(ranks)) if unequal else None
+    topology = Topology(ranks, 8192, rng.choice([1, 3, 8]), speed=speed)
+    lengths = np.minimum(rng.integers(1, 60_001, documents), topology.tokens)
+    with planning(0):
+        documents, context = documents_of(lengths, topology)
+        longest = int(documents.lengths[0])
+        high = int(group_time(longest, 0, int(np.searchsorted(context.before, longest)), context))
+        heights = [high * thousandths // 1000 for thousandths in range(400, 2001, 100)]
+        rates = []
+        for height in heights:
+            end, placed, *_ = filled(documents, context, [height])
+            rates.append(np.array(documents.shared)[placed].sum() / max(end, 1))
+        end, placed, *_ = filled(documents, context, heights)
+    work = np.array(documents.shared)[placed].sum()
+    assert work >= max(rates) * end * (1 - 1e-9), "lowered, it ends no later and does no less"
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_lowest_round_of_all_documents_is_found_by_bisection(seed):
+    """What cannot hold all of them is given up halfway, and nothing else."""
+    rng = np.random.default_rng(seed)
+    topology = Topology(rng.integers(2, 41), 8192, rng.choice([1, 3, 8]))
+    lengths = np.exp(rng.uniform(0, 10, 200)).astype(np.int64)
+    lengths = lengths[np.cumsum(lengths) * 3 < topology.tokens * 2]
+    with planning(0):
+        documents, context = documents_of(lengths, topology)
+        low, high = int(documents.alone[0]) // 8, int(np.sum(documents.alone)) + COST.micro_batch_ns
+        found, end = lowest_that_holds_all(low, high, documents, context)
+        while high - low > low // 1000 + 1:
+            middle = (low + high) // 2
+            placed = filled(documents, context, [middle])[1]
+            low, high = (low, middle) if placed.all() else (middle, high)
+    assert found == high
+    assert end == filled(documents, context, [high])[0]
+
+
 @given(data=st.data(), lengths=st.lists(st.integers(1, 60_000), min_size=1, max_size=40))
 def test_documents_that_a_round_leaves_wait_as_if_they_had_been_alone(data, lengths):
     documents, _ = documents_of(np.array(lengths), Topology(8, 8192))

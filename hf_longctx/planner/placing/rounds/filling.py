@@ -29,6 +29,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
+from hf_longctx.planner.placing.rank_blocks import ROUNDED
 from hf_longctx.planner.placing.rounds.gaps import Free, give_all_back, nothing_taken, take
 from hf_longctx.planner.placing.rounds.waiting_documents import (
     Waiting,
@@ -72,7 +73,9 @@ def fill_best_round(
         best = -1
         for i in range(begin, end):
             least = height_of[i] // 1000 * shares[turn - 1] if turn else 0
-            work, reached, count = _fill(height_of[i], least, False, columns, free, scratch, context, kept)
+            work, reached, count = _fill(
+                height_of[i], least, 0, most_work_per_time, False, columns, free, scratch, context, kept
+            )
             work_per_time = work / max(reached, 1)
             if count and work_per_time >= most_work_per_time:  # of two that are as good, the fuller one
                 best, least_time, most_work, most_work_per_time = i, least, work, work_per_time
@@ -87,11 +90,11 @@ def fill_best_round(
     below = min(below, chosen - 1)
     while chosen - below > chosen // LOWERED + 1:
         middle = (below + chosen) // 2
-        if _fill(middle, least_time, False, columns, free, scratch, context, kept)[0] >= most_work:
+        if _fill(middle, least_time, most_work, 0.0, False, columns, free, scratch, context, kept)[0] >= most_work:
             chosen = middle
         else:
             below = middle
-    _, reached, count = _fill(chosen, least_time, True, columns, free, scratch, context, kept)
+    _, reached, count = _fill(chosen, least_time, 0, 0.0, True, columns, free, scratch, context, kept)
     return reached, count
 
 
@@ -103,12 +106,13 @@ def lowest_that_holds_all(
     columns, free, scratch = _columns(documents, context)
     nowhere = (np.empty(0, np.bool_), np.empty(0, np.int64), np.empty(0, np.int64))
     count = len(documents.lengths)
-    _, end, placed = _fill(high, 0, False, columns, free, scratch, context, nowhere)
+    all_work = columns.shared_before[count] - columns.shared_before[0]
+    _, end, placed = _fill(high, 0, all_work, 0.0, False, columns, free, scratch, context, nowhere)
     if placed < count:
         return 0, 0
     while high - low > low // 1000 + 1:
         middle = (low + high) // 2
-        _, reached, placed = _fill(middle, 0, False, columns, free, scratch, context, nowhere)
+        _, reached, placed = _fill(middle, 0, all_work, 0.0, False, columns, free, scratch, context, nowhere)
         if placed == count:
             high, end = middle, reached
         else:
@@ -137,6 +141,8 @@ def _columns(documents: Waiting, context: PlacementContext) -> tuple[Any, Any, A
 def _fill(
     height: int,
     least_time: int,
+    least_work: int,
+    least_per_time: float,
     keep: bool,
     documents: Waiting,
     free: Free,
@@ -144,11 +150,16 @@ def _fill(
     context: PlacementContext,
     kept: Kept,
 ) -> tuple[int, int, int]:  # pragma: no cover - compiled
-    """Fills one round of a height; if `keep`, writes down what it holds. `least_time`: nanoseconds that a group must take at
-    first, 0 for any.
+    """Fills one round of a height.
 
-    Returns the work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the
-    first document does not fit.
+    Args:
+        least_time: nanoseconds that a group must take at first, 0 for any.
+        least_work, least_per_time: work, and work for each nanosecond of the round, with less of which it is of no use.
+        keep: whether to write down what it holds.
+
+    Returns:
+        The work done (nanoseconds of one rank), when the round ends, and how many documents it holds; zeros if the first
+        document does not fit, or as soon as all other ranks, busy to the end, would leave the round of no use.
     """
     placed, first_rank, size = kept
     footprints, alone = documents.footprints, documents.alone
@@ -159,12 +170,17 @@ def _fill(
     runs = 0
     run_begin, run_end = scratch
     likely, alike = world_size, True  # ranks of the last group; whether its neighbours took as many
+    # Nanoseconds at speed 1000 that ranks which may still take documents do in each nanosecond.
+    speed_left = context.speed_before[world_size] / 1000
+    enough_work, enough_per_time = least_work * (1 - ROUNDED), least_per_time * (1 - ROUNDED)
     for in_window in (True, False):
         if in_window and least_time == 0:
             continue
         i = run = 0
         open_rank, room, left = -1, 0, 0  # of the rank that is being filled with whole documents: tokens, nanoseconds
         while i < last and (not in_window or runs < MOST_RUNS):
+            if work + speed_left * height < enough_work or work + speed_left * reached < enough_per_time * reached:
+                return 0, 0, 0
             limit = last
             if not in_window:  # past what is placed already
                 while run < runs and i >= run_begin[run]:
@@ -191,6 +207,8 @@ def _fill(
             if fits_alone(i, height, documents, free, context):
                 if in_window:
                     break  # whole documents fill what all others leave
+                if open_rank >= 0:
+                    speed_left -= free.speeds[open_rank] / 1000
                 open_rank = take(1, -1, free, context)
                 room = free.capacities[open_rank]
                 left = work_within(height, open_rank, free, context)
@@ -217,6 +235,7 @@ def _fill(
                 continue
             reached = max(reached, time)
             work += documents.shared_before[i] - documents.shared_before[begin]
+            speed_left -= (context.speed_before[at + group] - context.speed_before[at]) / 1000 * (i - begin)
             count += i - begin
             if in_window and runs > 0 and run_end[runs - 1] == begin:
                 run_end[runs - 1] = i
