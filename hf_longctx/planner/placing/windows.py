@@ -59,11 +59,13 @@ def place_in_windows(
     """
     units = len(loads) // unit
     lengths, footprints, best = listed(lengths), listed(footprints), listed(best)
-    # Runs of units that are free at the same time, the earliest first, each a list through `following`.
-    height, width = listed(np.zeros(units + 2, np.int64)), listed(np.zeros(units + 2, np.int64))
-    head, following = listed(np.zeros(units + 2, np.int64)), listed(np.arange(1, units + 1))
+    # Runs of units that are free at the same time, the earliest first, from `front` to `back`, each a list through `following`.
+    # Every document brings one at most.
+    most_runs = len(lengths) - begin + 1
+    height, width = listed(np.zeros(most_runs, np.int64)), listed(np.zeros(most_runs, np.int64))
+    head, following = listed(np.zeros(most_runs, np.int64)), listed(np.arange(1, units + 1))
     following[units - 1] = -1
-    width[0], height[0], runs = units, loads[0], 1
+    width[0], height[0], front, back = units, loads[0], 0, 1
     members = begin * len(loads)
     for i in range(begin, len(lengths)):
         run, size = _cheapest(
@@ -72,7 +74,8 @@ def place_in_windows(
             best[i],
             target,
             unit,
-            runs,
+            front,
+            back,
             height,
             width,
             context,
@@ -98,16 +101,28 @@ def place_in_windows(
             run -= 1
         run += 1
         member[first_member[i] : members].sort()
+        # Close up, and make room again, on the side where fewer runs move.
         keep = run + 1 if width[run] > 0 else run
-        for later in range(last + 1, runs):
-            height[keep], width[keep], head[keep] = height[later], width[later], head[later]
-            keep += 1
-        runs = keep
+        gone = last + 1 - keep
+        if keep - front < back - last - 1:
+            for earlier in range(keep - 1, front - 1, -1):
+                to = earlier + gone
+                height[to], width[to], head[to] = height[earlier], width[earlier], head[earlier]
+            front += gone
+        else:
+            for later in range(last + 1, back):
+                to = later - gone
+                height[to], width[to], head[to] = height[later], width[later], head[later]
+            back -= gone
         # The document's units are a run of their own, or join one that ends with them.
-        place = runs
-        while place > 0 and height[place - 1] >= end:
-            place -= 1
-        if place < runs and height[place] == end:
+        place, high = front, back
+        while place < high:
+            middle = (place + high) // 2
+            if height[middle] >= end:
+                high = middle
+            else:
+                place = middle + 1
+        if place < back and height[place] == end:
             free = new_head
             while following[free] >= 0:
                 free = following[free]
@@ -115,11 +130,18 @@ def place_in_windows(
             head[place] = new_head
             width[place] += size
             continue
-        for later in range(runs, place, -1):
-            height[later], width[later], head[later] = height[later - 1], width[later - 1], head[later - 1]
+        if place - front < back - place and front > 0:
+            for earlier in range(front, place):
+                to = earlier - 1
+                height[to], width[to], head[to] = height[earlier], width[earlier], head[earlier]
+            front -= 1
+            place -= 1
+        else:
+            for later in range(back, place, -1):
+                height[later], width[later], head[later] = height[later - 1], width[later - 1], head[later - 1]
+            back += 1
         height[place], width[place], head[place] = end, size, new_head
-        runs += 1
-    for run in range(runs):
+    for run in range(front, back):
         free = head[run]
         while free >= 0:
             loads[free * unit : (free + 1) * unit] = height[run]
@@ -135,7 +157,8 @@ def _cheapest(
     best: int,
     target: int,
     unit: int,
-    runs: int,
+    front: int,
+    back: int,
     height: np.ndarray,
     width: np.ndarray,
     context: PlacementContext,
@@ -154,7 +177,7 @@ def _cheapest(
     work = time * size
     looks = 0
     units = 0  # of all runs up to this one
-    for run in range(runs):
+    for run in range(front, back):
         units += width[run]
         if units < size:
             continue
