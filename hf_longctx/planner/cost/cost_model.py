@@ -381,7 +381,8 @@ def work_of(length: int, ranks: int, coefficients: tuple[int, ...]) -> int:  # p
     attention = attention_ps * length // PS_PER_NS * length + windowed_ps * reach // PS_PER_NS * (2 * length - reach)
     attention += (attention_ps + windowed_ps) * half // PS_PER_NS * length * ranks
     exchange = (inside_ps * length // PS_PER_NS + message * ranks) * (ranks - 1)
-    exchange += between_ps * length // PS_PER_NS * max(ranks - node, 0) // node
+    if ranks > node:  # most groups lie inside one, and a quotient takes as long as all else
+        exchange += between_ps * length // PS_PER_NS * (ranks - node) // node
     return document * ranks + linear + max(attention, exchange)
 
 

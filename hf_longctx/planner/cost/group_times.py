@@ -19,6 +19,8 @@ SMALLEST_CHUNK = 32
 """Chunks hold a 32nd of a rank's tokens or more: matrix products of few tokens are slow, which a cost model does not know."""
 
 
+SHORT, FEW_RANKS = 2**44, 2**18
+"""Nanoseconds and ranks whose product 64-bit integers hold."""
 LARGEST_PRODUCT = 2.0**62
 """Largest product of a document's tokens and those of its slowest rank: 64-bit integers hold it."""
 
@@ -230,8 +232,13 @@ def ends_within(
     length: int, first: int, size: int, limit: int, context: PlacementContext
 ) -> bool:  # pragma: no cover - compiled
     """Whether a document, alone in its micro-batch on ranks first to first + size - 1, counts no more than `limit`."""
-    if context.uniform:
+    if context.uniform and context.stages > 1:
         return equal_time(length, size, context) <= limit
+    if context.uniform:
+        work, left = work_of(length, size, context.coefficients), limit - context.micro_batch
+        if left < SHORT and size < FEW_RANKS:
+            return work <= left * size  # a product takes a tenth of a quotient's time
+        return -(-work // size) <= left
     # If they shared it in proportion to their speeds, to the fraction of a token, they could not take less than this.
     speed = context.speed_before[first + size] - context.speed_before[first]
     work = work_of(length, size, context.coefficients)

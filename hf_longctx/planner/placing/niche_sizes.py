@@ -12,7 +12,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, inlined
 from hf_longctx.planner.cost.cost_model import work_of
-from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, time_of_kinds, time_on
+from hf_longctx.planner.cost.group_times import PlacementContext, ends_within, equal_time, time_of_kinds, time_on
 from hf_longctx.planner.placing.bisection import Large
 from hf_longctx.planner.placing.rank_blocks import NEARLY_BUSY, STEPS, smallest_group
 
@@ -51,14 +51,14 @@ def units_for(
     fewest, most = _fewest_and_most(i, free, unit, large, context)
     if fewest > most:
         return 0
-    if equal_time(length, fewest * unit, context) <= left:
+    if ends_within(length, 0, fewest * unit, left, context):
         return fewest
-    if equal_time(length, most * unit, context) > left:
+    if not ends_within(length, 0, most * unit, left, context):
         return 0
     low, high = fewest + 1, most
     while low < high:
         middle = (low + high) // 2
-        if equal_time(length, middle * unit, context) <= left:
+        if ends_within(length, 0, middle * unit, left, context):
             high = middle
         else:
             low = middle + 1
@@ -88,7 +88,7 @@ def _ends_in_time(
     if unit == 1 and fewest == 1 and large.alone[i] <= left:
         return True
     length = large.lengths[i]
-    return equal_time(length, most * unit, context) <= left or equal_time(length, fewest * unit, context) <= left
+    return ends_within(length, 0, most * unit, left, context) or ends_within(length, 0, fewest * unit, left, context)
 
 
 @inlined

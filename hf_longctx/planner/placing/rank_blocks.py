@@ -27,7 +27,7 @@ import numpy as np
 
 from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
-from hf_longctx.planner.cost.group_times import PlacementContext, ends_within, equal_time, group_time
+from hf_longctx.planner.cost.group_times import PlacementContext, ends_within, group_time
 from hf_longctx.planner.placing.free_runs import heapify, put, sink, take_first
 
 NEARLY_BUSY = 1.02
@@ -69,7 +69,7 @@ def smallest_group(
     fewest = max(_fewest_from(first, most, footprint, context), 1)
     # Mostly these suffice, and each further call passes all of the context.
     in_one_node = context.uniform and context.multiple == 1 and fewest <= min(context.node, most, length)
-    if in_one_node and equal_time(length, fewest, context) <= limit:
+    if in_one_node and ends_within(length, first, fewest, limit, context):
         return fewest
     size = _fewest_in_time(length, fewest, best, first, most, limit, likely, context)
     if 2 * size > len(context.speeds) and not context.uniform:  # nothing else will find as much room beside it
