@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CostModel, Topology
-from hf_longctx.planner.cost.group_times import adjacent_time, ends_within, placement_context, unequal_time
+from hf_longctx.planner.cost.group_times import adjacent_time, ends_within, equal_time, placement_context, unequal_time
 from hf_longctx.planner.placing.bisection import large_documents
 from hf_longctx.planner.placing.niche_sizes import time_of
 
@@ -47,3 +47,12 @@ def test_ranks_of_a_list_end_as_those_of_an_array(data: st.DataObject):
     large = large_documents(length, length, best, alone, topology, COST, context)
     expected = int(unequal_time(int(length[0]), listed[:size], context))
     assert time_of(0, size, 1, int(listed[0]), following, large, context) == expected
+
+
+@given(st.integers(1, 2**24), st.integers(1, 2**20), st.sampled_from([1, 3]), st.sampled_from([1, 2**30, 2**46, 2**62]))
+def test_equal_ranks_end_in_time_by_a_product_as_by_a_quotient(length, size, stages, late):
+    """Also where 64 bits do not hold the product."""
+    context = placement_context(Topology(1, 4096, most_chunks=4), COST, stages, COST.micro_batch_ns)
+    time = int(equal_time(length, size, context))
+    for limit in (0, time - 1, time, time + 1, max(time, late)):
+        assert ends_within(length, 0, size, limit, context) == (time <= limit)
