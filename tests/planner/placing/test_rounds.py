@@ -52,7 +52,7 @@ def test_the_best_of_many_heights_is_the_best_of_each_alone(seed, unequal):
 
 @pytest.mark.parametrize("seed", range(10))
 def test_the_lowest_round_of_all_documents_is_found_by_bisection(seed):
-    """What cannot hold all of them is given up halfway, and nothing else."""
+    """Heights that cannot hold all of them are given up halfway, and no others."""
     rng = np.random.default_rng(seed)
     topology = Topology(rng.integers(2, 41), 8192, rng.choice([1, 3, 8]))
     lengths = np.exp(rng.uniform(0, 10, 200)).astype(np.int64)
@@ -60,12 +60,12 @@ def test_the_lowest_round_of_all_documents_is_found_by_bisection(seed):
     with planning(0):
         documents, context = documents_of(lengths, topology)
         low, high = int(documents.alone[0]) // 8, int(np.sum(documents.alone)) + COST.micro_batch_ns
-        found, end = lowest_that_holds_all(low, high, documents, context)
+        lowest, end = lowest_that_holds_all(low, high, documents, context)
         while high - low > low // 1000 + 1:
             middle = (low + high) // 2
             placed = filled(documents, context, [middle])[1]
             low, high = (low, middle) if placed.all() else (middle, high)
-    assert found == high
+    assert lowest == high
     assert end == filled(documents, context, [high])[0]
 
 
