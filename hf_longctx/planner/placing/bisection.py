@@ -86,7 +86,8 @@ def largest_room(block_ranks: int, context: PlacementContext) -> int:
 def at_least_later(tokens: np.ndarray) -> np.ndarray:
     """int64 [documents]: tokens of each document, or of a later one that has more, so that they never rise. Documents come by
     cost: one with more tokens follows where fewer of them have labels, or where offload makes room."""
-    return np.maximum.accumulate(tokens[::-1])[::-1]
+    # A reversed view would have all that is compiled for arrays compiled once more, for views.
+    return np.ascontiguousarray(np.maximum.accumulate(tokens[::-1])[::-1])
 
 
 def large_documents(

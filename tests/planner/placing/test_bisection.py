@@ -11,7 +11,14 @@ from hf_longctx.planner import GPU, CostModel, StepPlan, Topology, plan_step
 from hf_longctx.planner.bound import lower_bound
 from hf_longctx.planner.compiled import planning
 from hf_longctx.planner.cost.group_times import placement_context
-from hf_longctx.planner.placing.bisection import LARGEST_BLOCK, block_width, deal_out, large_documents, largest_room
+from hf_longctx.planner.placing.bisection import (
+    LARGEST_BLOCK,
+    at_least_later,
+    block_width,
+    deal_out,
+    large_documents,
+    largest_room,
+)
 from hf_longctx.planner.placing.search import Search
 from hf_longctx.simulator.lengths import draw
 from tests.builders.plans.random_plans import MISTRAL_7B
@@ -102,3 +109,10 @@ def test_a_document_that_offload_lets_fewer_ranks_hold_does_not_shrink_the_group
         lengths, tokens_held, best, COST.time(lengths, 1), topology, COST, placement_context(topology, COST)
     )
     assert documents.footprints.tolist() == [8000, 8000]
+
+
+def test_tokens_that_never_rise_are_an_array_of_their_own():
+    """A view would have all that takes it compiled twice: a quarter of all compiling."""
+    tokens = at_least_later(np.array([5, 2, 9, 1, 3]))
+    assert tokens.tolist() == [9, 9, 9, 3, 3]
+    assert tokens.flags.c_contiguous
