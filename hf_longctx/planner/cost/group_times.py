@@ -236,7 +236,7 @@ def ends_within(
         return equal_time(length, size, context) <= limit
     if context.uniform:
         work, left = work_of(length, size, context.coefficients), limit - context.micro_batch
-        if left < SHORT and size < FEW_RANKS:
+        if 0 <= left < SHORT and size < FEW_RANKS:
             return work <= left * size  # a product takes a tenth of a quotient's time
         return -(-work // size) <= left
     # If they shared it in proportion to their speeds, to the fraction of a token, they could not take less than this.

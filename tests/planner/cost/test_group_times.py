@@ -1,7 +1,7 @@
 """Groups of adjacent ranks: when they end, and whether that is in time."""
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hf_longctx.planner import CostModel, Topology
@@ -49,10 +49,11 @@ def test_ranks_of_a_list_end_as_those_of_an_array(data: st.DataObject):
     assert time_of(0, size, 1, int(listed[0]), following, large, context) == expected
 
 
+@example(length=5, size=2**17, stages=1, late=1)
 @given(st.integers(1, 2**24), st.integers(1, 2**20), st.sampled_from([1, 3]), st.sampled_from([1, 2**30, 2**46, 2**62]))
 def test_equal_ranks_end_in_time_by_a_product_as_by_a_quotient(length, size, stages, late):
     """Also where 64 bits do not hold the product."""
     context = placement_context(Topology(1, 4096, most_chunks=4), COST, stages, COST.micro_batch_ns)
     time = int(equal_time(length, size, context))
-    for limit in (0, time - 1, time, time + 1, max(time, late)):
+    for limit in (-3 * 2**45, 0, time - 1, time, time + 1, max(time, late)):
         assert ends_within(length, 0, size, limit, context) == (time <= limit)
