@@ -10,7 +10,6 @@ What names a configuration but changes no result (its path, the weights' dtype) 
 import functools
 import hashlib
 import json
-import os
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from hf_longctx.data.cache import default_cache_dir
+from hf_longctx.whole_files import written_whole
 
 Result = TypeVar("Result")
 
@@ -86,14 +86,10 @@ def read(key: str, kind: type[Result]) -> Result | None:
 def write(key: str, result: Any) -> None:
     """Keep an object of a dataclass under a key. A folder that cannot be written is left as it is: nothing depends on it."""
     path = _file(key)
-    partial = path.with_name(f".{key}.{uuid.uuid4().hex}")
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
+        with written_whole(path) as partial:
             partial.write_text(dumped(result), encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
 
 
 def dumped(result: Any) -> str:

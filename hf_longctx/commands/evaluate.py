@@ -28,6 +28,7 @@ from hf_longctx.commands.shared.inference_precision import (
 )
 from hf_longctx.commands.shared.loading import UNCERTIFIED_HELP
 from hf_longctx.commands.shared.tokens import read_size, token_count
+from hf_longctx.whole_files import written_whole
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -370,7 +371,8 @@ def _write(results: dict[str, Any], output: Path, console: Console) -> None:
     from hf_longctx.report.pictures.evaluation_pictures import draw_evaluation
 
     output.mkdir(parents=True, exist_ok=True)
-    (output / "evaluation.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    with written_whole(output / "evaluation.json") as partial:
+        partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     written = [output / "evaluation.json"]
     try:
         written += draw_evaluation(results, output)

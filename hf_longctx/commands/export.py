@@ -67,7 +67,7 @@ def export(
     from hf_longctx.commands.checkpoints.merging import merge_adapter
     from hf_longctx.commands.shared.loading import readable_weights, resolved
     from hf_longctx.commands.shared.outputs import refuse_unwritable
-    from hf_longctx.data.cache import built_whole
+    from hf_longctx.whole_files import built_whole
 
     if not checkpoint.is_dir():
         raise ValueError(f"{checkpoint} is no directory: CHECKPOINT is one that a run or save_pretrained has written")

@@ -1,14 +1,11 @@
-"""The cache folder, and folders in it that appear whole or not at all.
+"""The cache folder, and errors that name it.
 
 What is built lies in a folder named after everything that it depends on, so it is never stale: another input is another
-name. It is built beside its place and renamed there at the end, so a build that was interrupted, or that runs twice at
-the same time, leaves either nothing or all of it. Nothing is sent between ranks.
+name. It appears whole or not at all (whole_files.py). Nothing is sent between ranks.
 """
 
 import errno
 import os
-import shutil
-import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,23 +40,3 @@ def naming_cache(folder: Path) -> Iterator[None]:
             f"documents and models cannot be kept in {folder}: {f'{named}: ' if about_it else ''}{why}. Valid: room there, or "
             "another folder in the environment variable HF_LONGCTX_CACHE"
         ) from error
-
-
-@contextmanager
-def built_whole(directory: Path) -> Iterator[Path]:
-    """Yields an empty folder that becomes `directory` when the block ends, and vanishes when the block raises.
-
-    If another process has built `directory` in the meantime, that one stays.
-    """
-    # Process ids tell builders apart on one machine only, and several may share a cache.
-    partial = directory.with_name(f".{directory.name}.{uuid.uuid4().hex}")
-    partial.mkdir(parents=True)
-    try:
-        yield partial
-        try:
-            os.replace(partial, directory)
-        except OSError:
-            if not directory.is_dir():
-                raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

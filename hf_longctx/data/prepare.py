@@ -29,12 +29,12 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from hf_longctx.data.cache import built_whole
 from hf_longctx.data.prepared import INDEX, MANIFEST, REFUSED, SHARD, Manifest, SourceCounts
 from hf_longctx.data.reading.source import UNIT_BYTES, Source, Unit
-from hf_longctx.data.shards import Shard, shard_of, write_table, written
+from hf_longctx.data.shards import Shard, shard_of, write_table
 from hf_longctx.data.tokenisation import Tokenisation
 from hf_longctx.data.tokenizer_state import TokenizerRecord
+from hf_longctx.whole_files import built_whole, written_whole
 
 SHOWN = 5
 """Reasons of bad rows that an error names."""
@@ -287,7 +287,7 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
         if (known := _manifest_in(directory)) != manifest:
             raise PrepareError(f"{directory} exists and holds something else: remove it, or name another folder")
         if output is not None and known.tokenizers is None:
-            with written(directory / MANIFEST) as partial:
+            with written_whole(directory / MANIFEST) as partial:
                 partial.write_text(replace(manifest, tokenizers=_tokenizers(parts, taken)).to_json())
         return directory
     numbers, of_kept = [number for number, _ in kept], [shard for _, shard in kept]

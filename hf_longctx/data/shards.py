@@ -6,10 +6,7 @@ once. The index is written last: a shard without one was interrupted, and is mad
 
 import hashlib
 import json
-import os
-import uuid
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -22,6 +19,7 @@ from hf_longctx.data.length_index import IGNORE_INDEX
 from hf_longctx.data.reading.rows import Refused, Row
 from hf_longctx.data.reading.source import SourceError, Unit
 from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation
+from hf_longctx.whole_files import written_whole
 
 FORMAT = 4
 """Counts changes of what a shard holds."""
@@ -108,7 +106,7 @@ def shard_of(unit: Unit, tokenisation: Tokenisation, folder: Path) -> Shard:
         cached is not None and cached.is_whole and (not cached.refused or cached.unit == str(unit))
     ):  # places of refused rows name files
         return cached
-    with written(path) as partial:
+    with written_whole(path) as partial:
         try:
             shard = _tokenised(unit, tokenisation, path, partial)
         except _LabelsNeeded:
@@ -211,19 +209,12 @@ def _label_tokens(document: Document) -> int:
 
 def write_table(table: pa.Table, path: Path) -> None:
     """Writes an Arrow file that appears whole."""
-    with written(path) as partial, pa.OSFile(str(partial), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+    with (
+        written_whole(path) as partial,
+        pa.OSFile(str(partial), "wb") as file,
+        pa.ipc.new_file(file, table.schema) as writer,
+    ):
         writer.write_table(table)
-
-
-@contextmanager
-def written(path: Path) -> Iterator[Path]:
-    """A file beside `path` that takes its place when the block ends. Another process may have been faster."""
-    partial = path.with_name(f".writing-{uuid.uuid4().hex}")  # not tempfile, whose files no other user may read
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def _index_of(shard: Path) -> Path:

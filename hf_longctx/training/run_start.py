@@ -19,6 +19,7 @@ from hf_longctx.checkpoint.folder import checkpoints
 from hf_longctx.data.loader import PlannedSteps
 from hf_longctx.training.run_data import position_of, training_values
 from hf_longctx.training.trainer import LongContextTrainer
+from hf_longctx.whole_files import written_whole
 
 logger = logging.get_logger(__name__)
 
@@ -127,13 +128,8 @@ def say_done(trainer: LongContextTrainer, start: Start, last: int) -> None:
 
 def write_results(output_dir: str, results: dict[str, Any]) -> None:
     """Write what is known of a run so far. What was known before stays where that fails, as on a full disk."""
-    written, path = Path(output_dir) / f".{RESULTS}", Path(output_dir) / RESULTS
-    try:
-        written.write_text(json.dumps(results, indent=2) + "\n")
-        written.replace(path)
-    except OSError as error:
-        written.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from None
+    with written_whole(Path(output_dir) / RESULTS) as partial:
+        partial.write_text(json.dumps(results, indent=2) + "\n")
 
 
 class FirstResults(TrainerCallback):

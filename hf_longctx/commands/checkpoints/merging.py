@@ -32,7 +32,7 @@ def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype
 
     from hf_longctx.checkpoint.folder import share
     from hf_longctx.commands.shared.outputs import refuse_unwritable
-    from hf_longctx.data.cache import built_whole
+    from hf_longctx.whole_files import built_whole
 
     if missing := [name for name in (CONFIG, WEIGHTS) if not (adapter / name).is_file()]:
         raise ValueError(

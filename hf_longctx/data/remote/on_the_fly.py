@@ -24,10 +24,10 @@ import numpy as np
 import ray
 from ray.exceptions import RayError
 
-from hf_longctx.data.cache import built_whole
 from hf_longctx.data.length_index import IGNORE_INDEX, LengthIndex, is_stored
 from hf_longctx.data.remote.cluster import RemoteError, cause_of, connect
 from hf_longctx.data.tokenisation import EMPTY, Tokenisation
+from hf_longctx.whole_files import built_whole
 
 ROWS_PER_TASK = 1000
 """A task costs about a millisecond, tokenising a thousand short rows a hundred."""

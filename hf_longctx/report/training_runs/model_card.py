@@ -22,6 +22,7 @@ from huggingface_hub.utils import validate_repo_id
 from hf_longctx.redaction import redacted
 from hf_longctx.report.training_runs.run_files import perplexity
 from hf_longctx.report.training_runs.run_log import RunLog, duration
+from hf_longctx.whole_files import written_whole
 
 CARD = "README.md"
 MARK = "<!-- Written by hf_longctx after training, and again by `hf-longctx report`. Remove this line to keep your changes. -->"
@@ -41,7 +42,9 @@ def write_model_card(directory: str | Path) -> Path | None:
     path = directory / CARD
     if path.is_file() and not _generated(path.read_text(encoding="utf-8", errors="replace")):
         return None
-    card(RunLog.read(directory)).save(path)
+    text = card(RunLog.read(directory))
+    with written_whole(path) as partial:
+        text.save(partial)
     return path
 
 

@@ -35,6 +35,7 @@ from hf_longctx.report.training_runs.run_files import perplexity
 from hf_longctx.report.training_runs.run_log import RunLog, duration
 from hf_longctx.report.training_runs.run_record import plan_of
 from hf_longctx.report.training_runs.times import Times
+from hf_longctx.whole_files import written_whole
 
 PAGE = "report.html"
 PICTURES = {"losses.png": "loss by position and by length", "retrieval.png": "what was found in long texts"}
@@ -71,7 +72,8 @@ def write_run_page(directory: str | Path) -> Path:
         "data": timelines,
     }
     path = directory / PAGE
-    path.write_text(render("run_page.html.j2", page, styles=["run.css"], scripts=["lines.js"]), encoding="utf-8")
+    with written_whole(path) as partial:
+        partial.write_text(render("run_page.html.j2", page, styles=["run.css"], scripts=["lines.js"]), encoding="utf-8")
     return path
 
 

@@ -27,6 +27,7 @@ from hf_longctx.planner.topology import Topology
 from hf_longctx.redaction import redacted
 from hf_longctx.report.pictures.certificates import length_buckets
 from hf_longctx.report.training_runs.run_files import Anything, Record, read_file, refuse_other
+from hf_longctx.whole_files import written_whole
 
 RUN = "run.json"
 LATER: dict[str, Any] = {"chunks": [1], "linear_tokens": 0, "labels": []}
@@ -71,7 +72,8 @@ def write_record(
         "environment": _environment(trainer.measurements.device_name),
         "configuration": redacted(configuration) if configuration else None,
     }
-    (Path(args.output_dir) / RUN).write_text(json.dumps(record) + "\n")
+    with written_whole(Path(args.output_dir) / RUN) as partial:
+        partial.write_text(json.dumps(record) + "\n")
 
 
 def read_record(directory: Path) -> dict[str, Any]:

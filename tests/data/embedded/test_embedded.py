@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import load_config
-from hf_longctx.data.cache import built_whole, default_cache_dir, naming_cache
+from hf_longctx.data.cache import default_cache_dir, naming_cache
 from hf_longctx.data.embedded import embedded_model
 from hf_longctx.data.embedded.embedded_corpus import (
     DOCUMENT_TOKENS,
@@ -73,26 +73,6 @@ def corpus(corpus_dir: Path) -> DatasetDict:
 def listed(folder: Path) -> dict[str, int]:
     """Every file below a folder and when it was last written, ns."""
     return {str(path.relative_to(folder)): path.stat().st_mtime_ns for path in folder.rglob("*")}
-
-
-def test_a_build_that_fails_leaves_nothing(tmp_path):
-    def build() -> None:
-        with built_whole(tmp_path / "thing") as partial:
-            (partial / "file").write_text("half")
-            raise RuntimeError("halfway")
-
-    with pytest.raises(RuntimeError, match="halfway"):
-        build()
-    assert listed(tmp_path) == {}
-
-
-def test_of_two_builds_at_the_same_time_the_first_stays(tmp_path):
-    with built_whole(tmp_path / "thing") as partial:
-        (partial / "file").write_text("mine")
-        (tmp_path / "thing").mkdir()
-        (tmp_path / "thing" / "file").write_text("theirs")
-    assert (tmp_path / "thing" / "file").read_text() == "theirs"
-    assert len(listed(tmp_path)) == 2
 
 
 def test_the_cache_dir_follows_the_environment(monkeypatch, tmp_path):
