@@ -22,7 +22,7 @@ from hf_longctx.data.formats import RowFormat
 from hf_longctx.data.holding_out import part_of
 from hf_longctx.data.masks import refuse_partial_masks
 from hf_longctx.data.prepare import Part, Progress, prepare
-from hf_longctx.data.prepared import INDEX, compare_tokenizer, load_prepared
+from hf_longctx.data.prepared import INDEX, Manifest, compare_tokenizer, load_prepared
 from hf_longctx.data.reading.source import Source
 from hf_longctx.data.tokenisation import VERSION, Tokenisation
 from hf_longctx.settings import ANY_SPLIT, EMBEDDED_DATA, EMBEDDED_MODEL, DataConfig, ModelConfig, SourceSection
@@ -257,7 +257,10 @@ def source_of(section: SourceSection, split: str) -> Source:
 
 
 def _part(section: SourceSection, split: str, tokenisation: Tokenisation) -> Part:
-    return Part(source_of(section, split), tokenisation, section.max_documents, section.max_tokens)
+    folder = prepared_folder(section, split)
+    records = Manifest.read(folder).tokenizers if folder is not None else None
+    rendered = any(record.template is not None for record in records or ())
+    return Part(source_of(section, split), tokenisation, section.max_documents, section.max_tokens, rendered)
 
 
 def _tokenisation(section: SourceSection, tokenizer: Any, version: int) -> Tokenisation:

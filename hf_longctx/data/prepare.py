@@ -65,6 +65,8 @@ class Part:
     """only its first"""
     max_tokens: int | None = None
     """only its first documents that together have no more"""
+    rendered_before: bool = False
+    """whether the chat template of the tokenizer decided tokens already when they were prepared for the first time"""
 
     @property
     def name(self) -> str:
@@ -323,7 +325,8 @@ def _tokenizers(parts: Sequence[Part], taken: Sequence[Sequence[Shard]]) -> list
     tokenizers = {id(part.tokenisation.tokenizer): part.tokenisation.tokenizer for part in parts}
     for part, shards in zip(parts, taken):
         key = id(part.tokenisation.tokenizer)
-        rendered[key] = rendered.get(key, False) or any(shard.rendered and len(shard.lengths) for shard in shards)
+        rendered[key] = rendered.get(key, False) or part.rendered_before
+        rendered[key] |= any(shard.rendered and len(shard.lengths) for shard in shards)
     return [
         TokenizerRecord.of(tokenizer, rendered[key]) for key, tokenizer in tokenizers.items() if tokenizer is not None
     ]

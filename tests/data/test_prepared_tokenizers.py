@@ -3,6 +3,7 @@
 import json
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,21 @@ def test_another_template_matters_where_it_decided_tokens(prepared: Any, tokeniz
     tokenizer.chat_template = TEMPLATE.replace("<", "[")
     with pytest.raises(ValueError, match=r"chat template with fingerprint \w{16}.*Valid: .*model\.chat_template"):
         load_split(data, "train", tokenizer)
+
+
+@pytest.mark.parametrize(("row", "compared"), [(CHAT, True), (TEXT, False)], ids=["chat", "text"])
+def test_a_prepared_folder_that_is_prepared_again_keeps_its_template(
+    prepared: Any, tokenizer: Any, tmp_path: Path, row: dict[str, Any], compared: bool
+):
+    (tmp_path / "texts.jsonl").write_text(json.dumps(TEXT) + "\n")
+    texts = {"path": str(tmp_path / "texts.jsonl"), "add_eos": False}
+    mixed = DataConfig(sources=[{"path": prepared(row).path, "add_eos": False}, texts])
+    load_split(mixed, "train", tokenizer, output=tmp_path / "mixed")
+    again = DataConfig(path=str(tmp_path / "mixed"))
+    assert len(load_split(again, "train", tokenizer)) == 2
+    tokenizer.chat_template = TEMPLATE.replace("<", "[")
+    with pytest.raises(ValueError, match="in a chat template with fingerprint") if compared else nullcontext():
+        load_split(again, "train", tokenizer)
 
 
 def test_texts_take_any_template(prepared: Any, tokenizer: Any):
