@@ -204,10 +204,15 @@ class Machine:
         """Bytes/s that all network cards of a node carry each way."""
         return self.card_bytes * self.cards_per_node
 
-    def cost(self, config: Any, world_size: int, *, recompute: bool = False) -> CostModel:
-        """Return what a plan for `world_size` such ranks should be made with."""
+    def cost(self, config: Any, world_size: int, *, capacity: int | None = None, recompute: bool = False) -> CostModel:
+        """Return what a plan for `world_size` such ranks should be made with. `capacity`: tokens of a full micro-batch; None:
+        what its host takes to start kernels is left out."""
         cost = CostModel.from_config(
-            config, self.planned_speed, ranks_per_node=self.ranks_per_node, world_size=world_size
+            config,
+            self.planned_speed,
+            ranks_per_node=self.ranks_per_node,
+            world_size=world_size,
+            capacity=capacity,
         )
         keys = self.planned_speed.activation_bytes
         exchange = (3 * keys + 4) / (2 * keys + 4)  # keys and values travel once more

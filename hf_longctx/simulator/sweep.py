@@ -141,7 +141,7 @@ class Run:
 
     @cached_property
     def cost(self) -> CostModel:
-        return self.machine.cost(self.config, self.ranks, recompute=self.recompute)
+        return self.machine.cost(self.config, self.ranks, capacity=self.topology.capacity, recompute=self.recompute)
 
 
 @dataclass(frozen=True)

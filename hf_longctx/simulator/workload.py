@@ -126,6 +126,7 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
             speed.attention_half_tokens,
             flops.layers * speed.document_seconds,
             flops.layers * speed.micro_batch_seconds,
+            again * flops.layers * speed.launch_seconds,
         )
         travel = _ring if plan.exchange == "ring" else _direct
         keys, gradients = flops.kv_elements * speed.activation_bytes, flops.kv_elements * GRADIENT_BYTES
@@ -178,12 +179,14 @@ def _compute(
     half: float,
     document: float,
     micro_batch: float,
+    launch: float,
 ) -> tuple[np.ndarray, ...]:  # pragma: no cover - compiled
     """Seconds of linear and attention [k], tokens of split documents [k], slowest linear and compute [u].
 
     pairs [n]: twice the (query, key) pairs of each document, s^2 without a window; edges [n]: mean of its queries and keys,
     which lose `half` on short blocks; unlabelled [n]: tokens that the head skips; linear, head, attention: seconds per token, of
-    them in the head, and per pair; document, micro_batch: seconds each.
+    them in the head, and per pair; document, micro_batch: seconds each; launch: seconds in which a host starts the kernels of a
+    micro-batch, none of which is done sooner.
     """
     micro_batches = len(first_member) - 1
     linear_seconds, attention_seconds, shared = np.zeros(len(rank)), np.zeros(len(rank)), np.zeros(len(rank))
@@ -213,6 +216,7 @@ def _compute(
                 attention_seconds[j] += attention * (split_pairs * shared[j] / split_tokens + half * split_edges)
             linear_seconds[j] /= speed[rank[j]]
             attention_seconds[j] /= speed[rank[j]]
+            linear_seconds[j] = max(linear_seconds[j], launch - attention_seconds[j])
             slowest_linear[i] = max(slowest_linear[i], linear_seconds[j])
             slowest_compute[i] = max(slowest_compute[i], linear_seconds[j] + attention_seconds[j])
     return linear_seconds, attention_seconds, shared, slowest_linear, slowest_compute

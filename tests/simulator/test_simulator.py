@@ -373,6 +373,20 @@ def test_a_profiles_predictions_are_those_of_the_cost_model():
     assert predicted_step_seconds(plan, config, machine) == play(plan, config, machine, sharding="ddp").seconds
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_no_micro_batch_is_done_before_its_host_has_started_its_kernels(recompute: bool):
+    plan = plan_step(np.array([1000, 10]), Topology(2, 1024), H100.cost(LLAMA_7B, 2))
+
+    def lasted(launch_seconds: float) -> list[float]:
+        machine = replace(H100, speed=replace(H100.speed, launch_seconds=launch_seconds))
+        played = play(plan, LLAMA_7B, machine, recompute=recompute)
+        return (played.stop - played.start).tolist()
+
+    long, short = sorted(lasted(0.0), reverse=True)
+    launch = (long + short) / 2 / LLAMA_7B.num_hidden_layers / (4 / 3 if recompute else 1)
+    assert sorted(lasted(launch)) == pytest.approx([(long + short) / 2, long])
+
+
 def test_the_largest_step_is_played():
     """How quickly, benchmarks/simulator.py says."""
     lengths = draw("github", 100_000, 0)
