@@ -29,8 +29,6 @@ ROUND = 1024
 MICRO_BATCHES = 4
 """Micro-batches of each rank in a step: enough to balance."""
 OFFLOADS = (0.0, 0.5, 1.0)
-HOST_SHARE = 0.5
-"""Share of a rank's host memory that activations may take."""
 LORA_RANK = 16
 PLACEHOLDER = "emozilla/pg19"
 """Books, on a hub: data to begin with where none are named."""
@@ -202,6 +200,8 @@ def _memory(config: Any, room: Room, sharding: str, ranks: int, dtype: str, lora
 
 def _capacity(memory: MemoryModel, room: Room, offload: float, context: int) -> int:
     """Return the tokens that a rank holds at once, in whole thousands from a thousand on; 0 if the model does not fit."""
+    from hf_longctx.planner.memory.memory_model import HOST_SHARE
+
     share = round(1000 * offload)
     try:
         tokens = memory.capacity(room.device, room.reserve, share)

@@ -42,6 +42,7 @@ Number = Annotated[float, BeforeValidator(_as_number), Field(allow_inf_nan=False
 
 
 THOUSANDS = {"K": 2**10, "M": 2**20}
+"""Units of numbers of tokens."""
 SIZE = re.compile(r"(\d+)([kKmM])")
 """A number of tokens with a unit: 8K is 8192, 1M is 1048576."""
 TOKENS_MARK = "x-tokens"

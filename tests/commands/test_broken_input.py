@@ -14,8 +14,8 @@ import yaml
 from peft import LoraConfig, get_peft_model
 
 from hf_longctx.cli import main
-from hf_longctx.commands.shared import costs
 from hf_longctx.data.embedded.embedded_model import DIRECTORY
+from hf_longctx.data.reading.layouts import HUB_SECONDS
 from hf_longctx.report.training_runs.run_files import perplexity
 from tests.builders.tiny_models import TINY, tiny_llama
 from tests.builders.training.run_records import LOG, RECORD
@@ -65,7 +65,7 @@ def unreachable(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", refuse)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    assert costs.HUB_SECONDS <= 10
+    assert HUB_SECONDS <= 10
 
 
 EVALUATE = ("evaluate", "--data", "rows.jsonl", "--tasks", "position")

@@ -26,14 +26,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "counting": set(),
     "redaction": set(),
     "row_names": set(),
+    "whole_files": set(),
     "hardware": {"counting"},
     "precision": {"counting", "hardware"},
     "attention": {"layouts", "hardware", "supervision"},
     "planner": {"counting", "hardware", "layouts"},
     "models": {"attention", "planner", "hardware", "layouts"},
     "simulator": {"parallel", "counting", "hardware", "planner", "layouts"},
-    "data": {"planner", "layouts", "row_names"},
-    "certificate": {"models", "attention", "data", "layouts"},
+    "data": {"planner", "layouts", "row_names", "whole_files"},
+    "certificate": {"models", "attention", "data", "layouts", "whole_files"},
     "certified_patch": {"models", "certificate"},
     "settings": {"models", "planner", "hardware", "row_names"},
     "migration": {"settings"},
@@ -41,10 +42,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint": {"attention", "models", "supervision", "redaction"},
     "training": {
         *("layouts", "supervision", "hardware", "precision", "attention", "planner", "models", "data", "certificate"),
-        *("certified_patch", "settings", "parallel", "checkpoint", "redaction", "counting"),
+        *("certified_patch", "settings", "parallel", "checkpoint", "redaction", "counting", "whole_files"),
     },
     "inference": {"models", "attention", "data", "planner", "hardware", "precision", "layouts"},
-    "report": {"simulator", "planner", "counting", "hardware", "layouts", "redaction"},
+    "report": {"simulator", "planner", "counting", "hardware", "layouts", "redaction", "whole_files"},
 }
 """Which other parts of the package (the files and folders directly in it) each part may import."""
 ON_TOP = {"__init__", "__main__", "cli", "commands", "config", "run_documents", "registration", "run"}

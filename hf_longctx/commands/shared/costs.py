@@ -20,9 +20,6 @@ from hf_longctx.precision import cpu_core, decide_for, kind_of
 from hf_longctx.settings.fields import beside, did_you_mean, is_misspelt
 from hf_longctx.settings.model import EMBEDDED_MODEL, HUB_ID, MODEL_FILE
 
-HUB_SECONDS = 10.0
-"""How long a hub may take to say whether it has a model; transformers would try for up to 100 s where there is no network."""
-
 
 @dataclass(frozen=True)
 class Device:
@@ -89,8 +86,10 @@ def refuse_unreachable(model: str) -> None:
 
     if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(model, MODEL_FILE), str):
         return
+    from hf_longctx.data.reading.layouts import HUB_SECONDS
+
     try:
-        HfApi().model_info(model, timeout=HUB_SECONDS)
+        HfApi().model_info(model, timeout=HUB_SECONDS)  # transformers would try for up to 100 s
     except HfHubHTTPError:
         return  # the hub has answered; transformers finds the words for what it said
     except Exception as error:  # of any HTTP client

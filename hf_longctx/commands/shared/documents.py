@@ -20,12 +20,10 @@ from pydantic import ValidationError
 from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.long_documents import Pieces, cut_documents
 from hf_longctx.settings import DataConfig
-from hf_longctx.settings.fields import broken_rules
+from hf_longctx.settings.fields import MOST_TOKENS, broken_rules
 from hf_longctx.simulator.lengths import DISTRIBUTIONS, distribution_name, draw, draw_tokens
 
 LENGTH_FILES = (".npy", ".txt")
-LONGEST_LENGTH = 2**40
-"""Tokens of a document in a file of lengths: a sum over a million such is still a number of 64 bits."""
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,9 @@ def _lengths(path: Path) -> np.ndarray:
         raise ValueError(f"{path}: {error}; {rule}, one on each line") from None
     if lengths.ndim != 1 or not lengths.size or not np.issubdtype(lengths.dtype, np.integer):
         raise ValueError(f"{path} holds {lengths.dtype} of shape {lengths.shape}; {rule}, at least one")
-    wrong = np.flatnonzero((lengths < 0) | (lengths > LONGEST_LENGTH))
+    wrong = np.flatnonzero((lengths < 0) | (lengths > MOST_TOKENS))
     if wrong.size:
-        raise ValueError(f"{path}: document {wrong[0]} has {lengths[wrong[0]]} tokens; {rule}, 0 to {LONGEST_LENGTH}")
+        raise ValueError(f"{path}: document {wrong[0]} has {lengths[wrong[0]]} tokens; {rule}, 0 to {MOST_TOKENS}")
     return lengths.astype(np.int64)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import typer
 
-UNITS = {"K": 2**10, "M": 2**20}
+from hf_longctx.settings.fields import THOUSANDS
 
 
 def token_count(least: int = 1) -> Callable[[Any], int]:
@@ -27,8 +27,8 @@ def token_count(least: int = 1) -> Callable[[Any], int]:
 
 def read_size(text: str) -> int:
     """Return the number of tokens that 2M, 256k or 32_768 stands for. Raises ValueError if it stands for none."""
-    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in UNITS else (text, "")
-    return int(number.replace("_", "")) * UNITS.get(unit, 1)
+    number, unit = (text[:-1], text[-1].upper()) if text[-1:].upper() in THOUSANDS else (text, "")
+    return int(number.replace("_", "")) * THOUSANDS.get(unit, 1)
 
 
 def size_of(text: str, option: str) -> int:

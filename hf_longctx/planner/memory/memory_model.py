@@ -43,6 +43,9 @@ from hf_longctx.planner.memory.state_bytes import SHARDING, StateBytes, Trained
 AS_CONFIGURED = Trained()
 FORWARD_SHARE = 1 / 3
 """Forward's share of forward and backward together: backward computes every product twice, for inputs and for weights."""
+HOST_SHARE = 0.5
+"""Share of a node's memory that offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
+rounded up."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from hf_longctx.parallel.sharding import tensor_parallel
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.memory.device_bytes import reserve_of
-from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.planner.memory.memory_model import HOST_SHARE, MemoryModel
 from hf_longctx.planner.memory.state_bytes import Trained
 from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, fullest_share
 from hf_longctx.planner.topology import FULL
@@ -36,10 +36,6 @@ from hf_longctx.training.memory.activations import may_keep_attention
 from hf_longctx.training.muon import TOKEN_ROWS, hidden_matrices
 
 logger = logging.get_logger(__name__)
-
-HOST_SHARE = 0.5
-"""Share of a node's memory that offloaded activations may take: data loaders and page cache need the rest, and pinned pieces are
-rounded up."""
 
 UNKNOWN_MEMORY = (
     "0 takes what the device's memory holds, and a CPU's is shared with everything else: set capacity (or HF_LONGCTX_CAPACITY) "
