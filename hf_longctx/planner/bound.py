@@ -27,7 +27,7 @@ import math
 
 import numpy as np
 
-from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
+from hf_longctx.planner.compiled import borrowing, compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
 from hf_longctx.planner.launch_bound import bound_of_launches
 from hf_longctx.planner.round_bound import bound_of_rounds
@@ -187,7 +187,6 @@ def most_ranks(lengths: np.ndarray, fewest: np.ndarray, topology: Topology, cost
     return np.maximum(best, np.minimum(suiting, np.minimum(topology.world_size, lengths)))
 
 
-@inlined
 @borrowing
 @compiled
 def _falls(length: int, ranks: int, coefficients: tuple[int, ...]) -> bool:  # pragma: no cover - compiled

@@ -35,13 +35,13 @@ from numba.core.types import unliteral
 from hf_longctx.planner.by_address import take_as_address
 from hf_longctx.planner.compiled import passed_by_address
 
-LEVEL = 1
-"""Level of LLVM's optimizations where NUMBA_OPT names none: compiling all takes 72 to 82 s of an EPYC's core, and 113 at
-numba's own level, 3; plans take as long with either, and many times as long at level 0. It counts for all that the process
-compiles."""
-if "NUMBA_OPT" not in os.environ:
-    numba_config: Any = numba.config
-    numba_config.OPT = type(numba_config.OPT)(LEVEL)
+SETTINGS = {"OPT": 1, "LOOP_VECTORIZE": 0, "SLP_VECTORIZE": 0}
+"""numba's settings where no variable NUMBA_... names others: LLVM's level of optimization, and vectors for loops and for lines of
+code. Compiling all took 72 to 82 s of an EPYC's core at level 1, and 113 at numba's own, 3; without vectors, it takes 7 % less.
+Plans take as long with either, and many times as long at level 0. They count for all that the process compiles."""
+for _name, _value in SETTINGS.items():
+    if f"NUMBA_{_name}" not in os.environ:
+        setattr(numba.config, _name, type(getattr(numba.config, _name))(_value))
 
 LOCK = "hf_longctx.lock"
 """Holds the stamp of the sources that the machine code of a whole plan was made of."""
@@ -58,13 +58,17 @@ _expected: ContextVar[float] = ContextVar("expected", default=0.0)
 """Seconds that compiling is expected to take for what this thread plans."""
 
 
-def dispatcher(function: Callable[..., Any], inlined: bool = False, borrows: bool = False) -> Any:
-    """The compiled form of a function, which is read from disk, or compiled, when it is first called."""
+def dispatcher(
+    function: Callable[..., Any], inlined: bool = False, borrows: bool = False, from_python: bool = True
+) -> Any:
+    """The compiled form of a function, which is read from disk, or compiled, when it is first called. `from_python`: whether
+    Python calls it, not compiled functions alone: what takes its arguments from Python is machine code too."""
     for columns in passed_by_address:
         take_as_address(columns)
     # Without numba's run time (nrt), which counts references, where the function borrows; said of others too, or they would do as
     # the function does that calls them.
     options: dict[str, Any] = {"nogil": True, "inline": "always" if inlined else "never", "_nrt": not borrows}
+    options |= {"no_cpython_wrapper": not from_python, "no_cfunc_wrapper": True}
     compiled_form: Any = numba.njit(**options)(function)
     template = compiled_form.get_call_template
 
@@ -74,17 +78,18 @@ def dispatcher(function: Callable[..., Any], inlined: bool = False, borrows: boo
 
     compiled_form.get_call_template = template_of_kinds
     try:
-        compiled_form._cache = _OnDisk(function)
+        compiled_form._cache = _OnDisk(function, from_python)
     except RuntimeError:  # numba knows no folder that it can write to
-        compiled_form._cache = _Nowhere(function)
+        compiled_form._cache = _Nowhere(function, from_python)
     return compiled_form
 
 
 class _OnDisk(FunctionCache):
     """Machine code of one function on disk, whose readers wait for the process that compiles it."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, from_python: bool = True) -> None:
         super().__init__(function)
+        self._from_python = from_python
         self._cache_file._source_stamp = _sources(Path(function.__code__.co_filename).parent)
 
     def load_overload(self, signature: Any, target: Any) -> Any:
@@ -94,6 +99,9 @@ class _OnDisk(FunctionCache):
         if overload is None:
             _compiles(self._py_func)
         return overload
+
+    def _index_key(self, signature: Any, codegen: Any) -> Any:
+        return *super()._index_key(signature, codegen), self._from_python
 
     def _read(self, signature: Any, target: Any) -> Any:
         try:
@@ -120,7 +128,7 @@ class _OnDisk(FunctionCache):
 class _Nowhere(NullCache):
     """Stands where no machine code can be kept."""
 
-    def __init__(self, function: Any) -> None:
+    def __init__(self, function: Any, from_python: bool = True) -> None:
         self._function = function
 
     def load_overload(self, signature: Any, target: Any) -> None:
@@ -192,7 +200,8 @@ class _Planners:
             announced, self._announced = self._announced, True
         if not announced:
             print(
-                f"hf_longctx: compiling the planner for a large step: about {seconds:.0f} s of one core, once on this machine",
+                "hf_longctx: compiling the planner for a large step, once on this machine: "
+                f"about {seconds:.0f} s of a new core, up to three times as long on an old one",
                 file=sys.stderr,
                 flush=True,
             )

@@ -56,7 +56,8 @@ def outer(x):
     return 10 * inner(x)
 
 
-print(outer.dispatcher(1), sum(outer.dispatcher.stats.cache_hits.values()))
+for form in (outer.dispatcher, inner.dispatcher):
+    print(form(1), sum(form.stats.cache_hits.values()))
 """
 CALLEE = """
 from hf_longctx.planner.compiled import compiled
@@ -307,6 +308,7 @@ def test_one_call_that_takes_too_long_ends_in_the_middle(monkeypatch: pytest.Mon
     assert compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0) == -1
     assert forms == ["interpreted", "compiled"]
     monkeypatch.setattr(compiled, "LONGEST_INTERPRETED", 1e9)
+    monkeypatch.setattr(compiled, "_spent", 0.0)  # patience ends sooner where machine code lies on disk
     assert compiled.planned(work, seconds=0.0, compiling=0.0, largest=0.0) == 2 * sum(
         number % 7 for number in range(100_000)
     )
@@ -403,7 +405,8 @@ def test_a_constant_compiles_nothing_anew(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.processes
 def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Path):
-    """numba alone would take the old one of the caller, and print 20 again."""
+    """numba alone would take the old one of the caller, and print 20 again. What Python calls is kept beside what compiled code
+    calls, which takes nothing from Python."""
 
     def run() -> list[str]:
         command = [sys.executable, str(tmp_path / "caller.py")]
@@ -412,10 +415,10 @@ def test_a_function_is_compiled_anew_when_one_that_it_calls_changes(tmp_path: Pa
 
     (tmp_path / "caller.py").write_text(CALLER)
     (tmp_path / "callee.py").write_text(CALLEE.format(added=1))
-    assert run() == ["20", "0"]
-    assert run() == ["20", "1"], "taken from the disk"
+    assert run() == ["20", "0", "2", "0"]
+    assert run() == ["20", "1", "2", "1"], "taken from the disk"
     (tmp_path / "callee.py").write_text(CALLEE.format(added=200))
-    assert run() == ["2010", "0"]
+    assert run() == ["2010", "0", "201", "0"]
 
 
 def test_an_end_while_machine_code_is_kept_leaves_none_of_other_sources(
@@ -470,7 +473,7 @@ def test_processes_side_by_side_compile_once_and_say_so_once(tmp_path: Path):
     assert [counts for _, counts in results if counts] == [{"callee.inner": 1}]
     lines = [line for _, errors in outputs for line in errors.splitlines()]
     assert len(lines) == 1
-    assert "about 17 s of one core" in lines[0]
+    assert "about 17 s of a new core" in lines[0]
 
 
 @pytest.fixture
@@ -522,7 +525,7 @@ def test_threads_of_a_process_hold_the_lock_together_and_announce_once(
     threads[1].join()
     assert is_free(tmp_path / machine_code.LOCK)
     assert [line.split("about ")[1] for line in capsys.readouterr().err.splitlines()] == [
-        "36 s of one core, once on this machine"
+        "36 s of a new core, up to three times as long on an old one"
     ]
 
 
