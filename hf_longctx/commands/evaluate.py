@@ -11,6 +11,7 @@ sent.
 from __future__ import annotations
 
 import json
+import math
 import platform
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -292,6 +293,11 @@ def _evaluated(
     with _bar(name) as show, precision.computing(device, keep_casts=False):
         evaluation = evaluate_model(
             model, documents, trials, exchange=exchange, capacity=wanted.capacity, near=wanted.near, on_progress=show
+        )
+    if evaluation.losses is not None and not math.isfinite(evaluation.losses.loss):
+        raise ValueError(
+            f"the loss of {name} is {evaluation.losses.loss}, computed in {precision.said_of(model)}: some of its logits are not "
+            "finite numbers. Valid: --dtype bfloat16 or float32, where they are, or another checkpoint"
         )
     return evaluation, precision.said_of(model)
 

@@ -26,7 +26,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.checkpoints.checkpoint_weights import ADAPTER_WEIGHTS, INDEX, CheckpointWeights
+from hf_longctx.commands.checkpoints.checkpoint_weights import ADAPTER_WEIGHTS, INDEX, CheckpointWeights, cast
 from hf_longctx.commands.shared.loading import ADAPTER, Dtype
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
@@ -144,9 +144,8 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
 
     def published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
         """One weight as other programs know it: itself, or several, with their names."""
-        return {
-            part_name: _cast(part, dtype) for part_name, part in revert_weight_conversion(model, {name: tensor}).items()
-        }
+        parts = revert_weight_conversion(model, {name: tensor})
+        return {part_name: _cast(part_name, part, dtype) for part_name, part in parts.items()}
 
     weights = CheckpointWeights(source)
     planned: dict[str, torch.Tensor] = {}
@@ -186,17 +185,17 @@ def export_adapter(source: Path, folder: Path, dtype: Dtype) -> None:
     if not (source / ADAPTER_WEIGHTS).is_file():
         raise ValueError(f"{source} holds {ADAPTER} and no {ADAPTER_WEIGHTS}: its weights are missing, or a pickle")
     weights = CheckpointWeights(source, ADAPTER_WEIGHTS)
-    _save({name: _cast(weights.read(name), dtype) for name in weights.files}, folder / ADAPTER_WEIGHTS)
+    _save({name: _cast(name, weights.read(name), dtype) for name in weights.files}, folder / ADAPTER_WEIGHTS)
     for name in (ADAPTER, "config.json"):
         if (source / name).is_file():
             shutil.copy(source / name, folder / name)
 
 
-def _cast(tensor: Any, dtype: Dtype) -> Any:
+def _cast(name: str, tensor: Any, dtype: Dtype) -> Any:
     """Numbers with a point only: an index or a packed weight is none."""
     import torch
 
-    return tensor if dtype == "auto" or not tensor.is_floating_point() else tensor.to(getattr(torch, dtype))
+    return tensor if dtype == "auto" else cast(name, tensor, getattr(torch, dtype))
 
 
 def _save(tensors: dict[str, Any], path: Path) -> None:

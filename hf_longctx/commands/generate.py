@@ -136,7 +136,15 @@ def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, use_cache: bool, wa
         use_cache: False for a model that makes none, and reads all text again for each token.
     """
     import torch
-    from transformers import TextStreamer
+    from transformers import LogitsProcessorList, TextStreamer
+
+    def finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if bool(scores.isnan().any()):
+            raise ValueError(
+                f"the logits of {wanted.model} are not numbers in {model.dtype}: there is no next token. Valid: --dtype bfloat16 "
+                "or float32, where they are, or another checkpoint"
+            )
+        return scores
 
     torch.manual_seed(wanted.seed)
     if wanted.temperature > 0:
@@ -152,6 +160,7 @@ def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, use_cache: bool, wa
         attention_mask=torch.ones_like(ids[None]),
         use_cache=use_cache,
         max_new_tokens=wanted.max_new_tokens,
+        logits_processor=LogitsProcessorList([finite]),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **settings,
     )

@@ -153,6 +153,13 @@ def test_only_what_is_asked_for_is_measured_and_tokens_need_no_tokenizer(folder:
         "passkey and needle: 4 texts, together 2,100 tokens; --lengths, --depths and --trials make"
         in capsys.readouterr().err
     )
+    broken = tiny_llama()
+    broken.model.layers[0].self_attn.q_proj.weight.data *= 1e38
+    broken.save_pretrained(tmp_path / "broken")
+    with pytest.raises(
+        ValueError, match=r"the loss of .*broken is nan, computed in float32.*: some of its logits are not finite"
+    ):
+        evaluate_on_rank(CPU, None, Wanted(**vars(bare) | {"model": str(tmp_path / "broken"), "tasks": ("length",)}))
     byte_tokenizer(merges=[("a", "b")]).save_pretrained(tmp_path / "bare")
     with pytest.raises(ValueError, match="have different vocabularies"):
         evaluate_on_rank(CPU, None, wanted(folder, None, against=str(tmp_path / "bare")))

@@ -17,7 +17,7 @@ from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.commands import export as command
 from hf_longctx.commands.export import export
 from hf_longctx.models.adapters.peft_adapters import add_lora
-from tests.builders.small_tokenizers import word_tokenizer
+from tests.builders.small_tokenizers import byte_tokenizer, word_tokenizer
 from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
 from tests.builders.training.saved_runs import damaged
 from tests.builders.training_runs import documents, train
@@ -83,6 +83,21 @@ def test_weights_are_cast_and_split_and_the_tokenizer_comes_along(tmp_path: Path
     again = weights_of(tmp_path / "again")
     assert {tensor.dtype for tensor in again.values()} == {torch.float32}
     assert again.keys() == weights_of(tmp_path / "plain").keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"file_format": "gguf"}], ids=["folder", "gguf"])
+def test_numbers_that_a_dtype_does_not_reach_are_refused(options: dict[str, Any], tmp_path: Path):
+    model = tiny_llama(vocab_size=300)
+    model.model.layers[0].mlp.gate_proj.weight.data[0, :2] = torch.tensor([1e5, -1e6])
+    model.save_pretrained(tmp_path / "saved")
+    byte_tokenizer(merges=[("t", "h")]).save_pretrained(tmp_path / "saved")
+    larger = (
+        r"^2 of \d+ numbers of model\.layers\.0\.mlp\.gate_proj\.weight are larger than torch\.float16 holds\. Valid: "
+    )
+    with pytest.raises(ValueError, match=larger):
+        export(tmp_path / "saved", tmp_path / "out", dtype="float16", **options)
+    assert not (tmp_path / "out").exists()
+    export(tmp_path / "saved", tmp_path / "out", dtype="bfloat16", **options)
 
 
 def test_memory_holds_one_file_and_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

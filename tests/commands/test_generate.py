@@ -105,6 +105,17 @@ def test_with_a_temperature_tokens_are_drawn_from_a_seed(folder: Path):
     assert texts[0] == plain_text(folder / "llama", PROMPT, do_sample=True, temperature=1.5)
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_text_comes_of_logits_that_are_not_numbers(temperature: float, tmp_path: Path):
+    model = tiny_llama()
+    for name in ("q_proj", "k_proj"):
+        getattr(model.model.layers[0].self_attn, name).weight.data *= 1e30
+    model.save_pretrained(tmp_path)
+    word_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"logits of .* are not numbers in torch\.float32: there is no next token"):
+        written(wanted(tmp_path, temperature=temperature), many=False)
+
+
 def test_a_prompt_is_a_text_or_a_file(folder: Path, tmp_path: Path, capsys: Any):
     (tmp_path / "prompt.txt").write_text(PROMPT)
     generate(

@@ -214,6 +214,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, None]}, "column 'input_ids' holds [1, None] (list); valid"),
     ({"input_ids": [[1, 2], [3]]}, "column 'input_ids' holds [[1, 2], [3]] (list); valid"),
     ({"input_ids": {"a": 1}}, "column 'input_ids' holds {'a': 1} (dict); valid"),
+    ({"input_ids": [True, False, 3]}, "column 'input_ids' holds [True, False, 3] (list); valid: a list of integers"),
     ({"input_ids": [1, 2**70]}, "valid: a list of integers that int32 can hold"),
     ({"input_ids": [1, 2**31]}, f"column 'input_ids' holds values from 1 to {2**31}; valid: 0 to {VOCABULARY - 1}"),
     (

@@ -9,6 +9,8 @@ from typing import Any
 
 WEIGHTS, INDEX, ADAPTER_WEIGHTS = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+WIDER = "Valid: --dtype bfloat16 or float32, if they are finite there"
+"""Advice where numbers are too large for a dtype: float16 ends at 65504."""
 
 
 class CheckpointWeights:
@@ -55,3 +57,24 @@ class CheckpointWeights:
 
         with safe_open(self._source / self.files[name], "pt") as file:
             return file.get_tensor(name)
+
+
+def cast(name: str, weight: Any, dtype: Any) -> Any:
+    """Return a weight in another dtype of numbers with a point; any other weight as it is. Raises ValueError where it holds
+    numbers that the dtype does not reach."""
+    if not weight.is_floating_point():
+        return weight
+    cast_weight = weight.to(dtype)
+    if not weight.is_meta and (beyond := int(cast_weight.isinf().sum() - weight.isinf().sum())):
+        raise ValueError(f"{beyond} of {weight.numel()} numbers of {name} are larger than {dtype} holds. {WIDER}")
+    return cast_weight
+
+
+def refuse_not_finite(model: Any, name: str) -> None:
+    """Raise ValueError where weights of a model that was loaded are no finite numbers. `name`: what the model is called."""
+    for weight_name, weight in model.named_parameters():
+        if weight.is_floating_point() and not bool(weight.isfinite().all()):
+            count = int((~weight.isfinite()).sum())
+            raise ValueError(
+                f"{count} of {weight.numel()} numbers of {weight_name} of {name} are not finite in {weight.dtype}. {WIDER}"
+            )

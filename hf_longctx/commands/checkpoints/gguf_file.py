@@ -19,6 +19,8 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import typer
+
 from hf_longctx.commands.shared.loading import Dtype
 
 FILE = "model.gguf"
@@ -53,6 +55,8 @@ TEXTS = (
     "CamelCase snake_case HTTPServer2Go ALLCAPS we'LL",
 )
 """Texts that pattern and merges of tokenizers cut differently."""
+COMPOSED = {"type": "NFC"}
+"""The normalizer that puts characters together."""
 
 
 def write_gguf(source: Path, folder: Path, dtype: Dtype) -> None:
@@ -73,7 +77,7 @@ def write_gguf(source: Path, folder: Path, dtype: Dtype) -> None:
     from gguf import GGMLQuantizationType, GGUFWriter, get_tensor_name_map
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from hf_longctx.commands.checkpoints.checkpoint_weights import CheckpointWeights
+    from hf_longctx.commands.checkpoints.checkpoint_weights import CheckpointWeights, cast
     from hf_longctx.commands.shared.loading import load_tokenizer
 
     config = AutoConfig.from_pretrained(source)
@@ -117,7 +121,7 @@ def write_gguf(source: Path, folder: Path, dtype: Dtype) -> None:
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for name, stored in planned.items():
-        tensor = _rotated_by_neighbours(name, weights.read(name), config).to(stored).contiguous()
+        tensor = cast(name, _rotated_by_neighbours(name, weights.read(name), config), stored).contiguous()
         writer.write_tensor_data(tensor.view(torch.uint8).numpy())
     writer.close()
     _refuse_other_tokens(tokenizer, folder)
@@ -224,6 +228,10 @@ def _add_tokenizer(writer: Any, tokenizer: Any, rows: int) -> None:
         kinds[number] = (
             TokenType.NORMAL if added is None else TokenType.CONTROL if added.special else TokenType.USER_DEFINED
         )
+    if not model["merges"]:
+        raise ValueError(
+            f"--format gguf: transformers reads no tokenizer without merges back, and this one has none. {ELSEWHERE}"
+        )
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(_split_name(described["pre_tokenizer"]))
     writer.add_token_list(tokens)
@@ -260,14 +268,33 @@ def _rotated_by_neighbours(name: str, tensor: Any, config: Any) -> Any:
 
 
 def _refuse_other_tokens(tokenizer: Any, folder: Path) -> None:
+    """Raise ValueError unless transformers reads the same tokenizer back. Characters in parts (e and an accent) may become other
+    tokens than together, of which a line says so: llama.cpp puts none together, and Qwen's tokenizers do."""
     from transformers import AutoTokenizer
 
     back = AutoTokenizer.from_pretrained(folder, gguf_file=FILE)
-    added = " x".join(str(token) for token in tokenizer.added_tokens_decoder.values())
-    for text in (*TEXTS, added):
+    added = tokenizer.added_tokens_decoder.values()
+    beside = [glue.join(["", *map(str, added), ""]) for glue in (" x", " ", " x ")]
+    before, then = _normalizers(tokenizer), _normalizers(back)
+    if before == [COMPOSED] and not then:
+        typer.echo(f"{FILE} cannot say that characters in parts (Unicode's NFD) are put together first", err=True)
+    elif before != then:
+        raise ValueError(
+            f"--format gguf: the tokenizer changes texts by {before} before it cuts them, and the one that transformers would "
+            f"read back by {then}. {ELSEWHERE}"
+        )
+    for text in (*TEXTS, *beside):
         if (ours := tokenizer(text)["input_ids"]) != (theirs := back(text)["input_ids"]):
             place = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), min(len(ours), len(theirs)))
             raise ValueError(
                 f"--format gguf: transformers would read another tokenizer back: {text!r} becomes tokens "
                 f"{ours[place : place + 4]}, and {theirs[place : place + 4]} then, from token {place} on. {ELSEWHERE}"
             )
+
+
+def _normalizers(tokenizer: Any) -> list[dict[str, Any]]:
+    """What is done to a text before it is cut, step by step."""
+    described = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"]
+    if described is None:
+        return []
+    return described["normalizers"] if described["type"] == "Sequence" else [described]

@@ -61,6 +61,7 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     from safetensors import safe_open
     from transformers import AutoModelForCausalLM
 
+    from hf_longctx.commands.checkpoints.checkpoint_weights import refuse_not_finite
     from hf_longctx.commands.shared.loading import first_line, readable_weights
     from hf_longctx.models.adapters.new_rows import add_rows
 
@@ -97,7 +98,9 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
             f"{adapter} does not fit {name}: {len(odd)} of its weights have no counterpart ({odd[0]}, ...). Give the right base "
             "with --base"
         )
-    return adapted.merge_and_unload(safe_merge=True), name
+    whole = adapted.merge_and_unload(safe_merge=True)
+    refuse_not_finite(whole, f"{adapter} merged into {name}")
+    return whole, name
 
 
 def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) -> tuple[str, Any, int]:

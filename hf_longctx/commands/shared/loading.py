@@ -82,12 +82,14 @@ def load_model(name: str, dtype: Dtype, device: Any, uncertified: bool = False) 
         uncertified: take a model that could not be tested; see `hf_longctx.patch_model`.
 
     Raises:
-        ValueError: there is no such model, or its family is not one that runs over layouts.
+        ValueError: there is no such model, its weights are not finite in this dtype, or its family is not one that runs over
+            layouts.
     """
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
     from hf_longctx.certified_patch import patch_model
+    from hf_longctx.commands.checkpoints.checkpoint_weights import refuse_not_finite
 
     logging.disable_progress_bar()
     settings: dict[str, Any] = {"dtype": dtype, "use_safetensors": True}
@@ -97,6 +99,7 @@ def load_model(name: str, dtype: Dtype, device: Any, uncertified: bool = False) 
         else:
             with readable_weights(name):
                 model = AutoModelForCausalLM.from_pretrained(name, **settings)
+    refuse_not_finite(model, name)
     return patch_model(model.to(device), uncertified=uncertified).eval()
 
 

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
-from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen2Config
+from tokenizers import normalizers
+from transformers import AddedToken, AutoModelForCausalLM, AutoTokenizer, Qwen2Config
 from transformers.utils.quantization_config import GgufConfig
 
 from hf_longctx.commands.export import export
@@ -148,3 +149,39 @@ def test_tokenizers_that_the_file_cannot_hold_are_refused(tmp_path: Path, monkey
     with pytest.raises(ValueError, match=r"another tokenizer back: .* becomes tokens .* from token \d+ on"):
         export(tmp_path / "saved", tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "message"),
+    [
+        (normalizers.Replace("zz", "the"), r"changes texts by \[.*Replace.*\] before it cuts them.* read back by \[\]"),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()]), "Lowercase"),
+        (normalizers.Sequence([normalizers.NFC()]), None),
+    ],
+    ids=["replaces", "lower", "composes"],
+)
+def test_what_is_done_to_texts_before_they_are_cut_is_not_lost_in_silence(
+    normalizer: Any, message: str | None, tmp_path: Path, capsys: Any
+):
+    tokenizer = spoken()
+    tokenizer.backend_tokenizer.normalizer = normalizer
+    source = saved(tiny_llama(**WIDE), tmp_path / "saved", tokenizer)
+    if message is None:
+        export(source, tmp_path / "out", file_format="gguf")
+        assert "cannot say that characters in parts (Unicode's NFD) are put together first" in capsys.readouterr().err
+        return
+    with pytest.raises(ValueError, match=message):
+        export(source, tmp_path / "out", file_format="gguf")
+
+
+def test_tokens_that_take_spaces_along_are_refused(tmp_path: Path):
+    tokenizer = spoken()
+    tokenizer.add_tokens([AddedToken("<sep>", lstrip=True, rstrip=True, special=True)], special_tokens=True)
+    with pytest.raises(ValueError, match="another tokenizer back"):
+        export(saved(tiny_llama(**WIDE), tmp_path / "saved", tokenizer), tmp_path / "out", file_format="gguf")
+
+
+def test_a_tokenizer_of_bytes_alone_is_refused(tmp_path: Path):
+    source = saved(tiny_llama(**WIDE), tmp_path / "saved", byte_tokenizer(merges=[]))
+    with pytest.raises(ValueError, match="no tokenizer without merges back, and this one has none"):
+        export(source, tmp_path / "out", file_format="gguf")

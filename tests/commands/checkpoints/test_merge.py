@@ -91,6 +91,17 @@ def test_the_base_may_have_moved_and_the_dtype_is_chosen(tmp_path: Path, capsys:
     assert "no tokenizer" in capsys.readouterr().out
 
 
+def test_weights_that_are_not_finite_in_the_dtype_are_not_written(tmp_path: Path, capsys: Any):
+    base = tiny_llama()
+    base.model.norm.weight.data[0] = 1e5
+    adapter, _ = saved_adapter(tmp_path, base)
+    assert main(["merge", str(adapter), str(tmp_path / "merged"), "--dtype", "float16"]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert "1 of 64 numbers of model.norm.weight of" in error
+    assert "are not finite in torch.float16. Valid: --dtype bfloat16 or float32" in error
+    assert not (tmp_path / "merged").exists()
+
+
 def test_what_cannot_be_merged_is_said(tmp_path: Path, capsys: Any):
     adapter, _ = saved_adapter(tmp_path, tiny_llama())
 
