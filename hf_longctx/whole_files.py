@@ -11,9 +11,11 @@ import os
 import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+WRITING = ".writing-"
+"""How the names of what is being built begin, and of what a process that was killed leaves."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """Errors of writing for which there is no room."""
 
@@ -22,19 +24,24 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def written_whole(path: Path) -> Iterator[Path]:
     """Yields a file beside `path`, not there yet, that takes its place when the block ends, and vanishes when the block raises.
 
-    Errors that name the file beside it, and those of a full disk, which name none, are raised with `path`: only that is known to
-    who asked for it.
+    A link stays, and the file that it leads to is replaced; who may read a file stays as it was. Errors that name the file beside
+    it, and those of a full disk, which name none, are raised with `path`: only that is known to who asked for it.
     """
-    partial = _beside(path)  # not tempfile, whose files no other user may read
+    final = Path(os.path.realpath(path))
+    partial = _beside(final)  # not tempfile, whose files no other user may read
     try:
         yield partial
-        os.replace(partial, path)
+        if final.is_file():
+            shutil.copymode(final, partial)
+        os.replace(partial, final)
     except OSError as error:
-        if error.filename != str(partial) and (error.filename is not None or error.errno not in FULL):
+        if str(partial) not in str(error) and (error.filename is not None or error.errno not in FULL):
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from None
+        reason = (error.strerror or str(error)).replace(str(partial), str(path))
+        raise OSError(error.errno or errno.EIO, reason, str(path)) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
 @contextmanager
@@ -58,4 +65,4 @@ def built_whole(path: Path) -> Iterator[Path]:
 
 def _beside(path: Path) -> Path:
     """A name in the same folder. Process ids tell builders apart on one machine only, and several may share a folder."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    return path.with_name(f"{WRITING}{path.name}.{uuid.uuid4().hex}")

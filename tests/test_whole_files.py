@@ -5,8 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pyarrow as pa
 import pytest
 
+from hf_longctx.checkpoint.folder import remove_leftovers
+from hf_longctx.data.shards import write_table
 from hf_longctx.whole_files import built_whole, written_whole
 
 
@@ -54,10 +57,39 @@ def test_errors_of_other_files_are_raised_as_they_are(tmp_path):
     assert listed(tmp_path) == []
 
 
-def test_a_folder_that_cannot_be_written_is_named_by_the_file(tmp_path):
-    with pytest.raises(FileNotFoundError) as raised:
-        write(tmp_path / "nowhere" / "page", "new")
-    assert raised.value.filename == str(tmp_path / "nowhere" / "page")
+@pytest.mark.parametrize("folder", ["nowhere", "file"])
+def test_a_folder_that_cannot_be_written_is_named_by_the_file(folder, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    with pytest.raises((FileNotFoundError, NotADirectoryError)) as raised:
+        write(tmp_path / folder / "page", "new")
+    assert raised.value.filename == str(tmp_path / folder / "page")
+
+
+def test_an_error_that_names_the_file_in_its_text_alone_names_the_place_instead(tmp_path):
+    with pytest.raises(OSError, match=r"^(?!.*writing-).*nowhere/table"):
+        write_table(pa.table({"length": [1]}), tmp_path / "nowhere" / "table")
+
+
+def test_links_and_who_may_read_a_file_stay(tmp_path):
+    (tmp_path / "folder").mkdir()
+    real, link = tmp_path / "folder" / "real", tmp_path / "link"
+    real.write_text("old")
+    real.chmod(0o600)
+    link.symlink_to(real)
+    write(link, "new")
+    assert link.is_symlink()
+    assert real.read_text() == "new"
+    assert real.stat().st_mode & 0o777 == 0o600
+    assert listed(tmp_path) == ["folder", "folder/real", "link"]
+
+
+def test_what_a_process_that_was_killed_leaves_is_removed_like_other_leftovers(tmp_path):
+    writing = written_whole(tmp_path / "report.html")
+    writing.__enter__().write_text("half")
+    (left,) = listed(tmp_path)
+    remove_leftovers(tmp_path)
+    assert left.startswith(".writing-report.html.")
+    assert listed(tmp_path) == []
 
 
 def test_a_build_that_fails_leaves_nothing(tmp_path):

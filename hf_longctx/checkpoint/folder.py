@@ -28,12 +28,14 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 from transformers.trainer import TRAINER_STATE_NAME
 
+from hf_longctx.whole_files import WRITING
+
 MANIFEST = "manifest.json"
 TRAINING_STATE = "training_state.json"
 PREFIX = "checkpoint-"
 RANDOM = "random"
 """Key of a rank's random state in its state file: uint8, JSON."""
-WRITING, REMOVING, REPLACED = ".writing-", ".removing-", ".replaced-"
+REMOVING, REPLACED = ".removing-", ".replaced-"
 HASHED_AT_ONCE = 2**24
 """Bytes: the interpreter is held between two such pieces, and training wants it too."""
 LARGEST_MANIFEST = 2**30
@@ -248,7 +250,8 @@ def commit(writing: Path, final: Path) -> None:
 
 
 def remove_leftovers(output_dir: Path) -> None:
-    """Removes what crashes left: half-written, half-removed. A checkpoint that was just being replaced comes back."""
+    """Removes what crashes left: half-written, half-removed, files of whole_files.py too. A checkpoint that was just being
+    replaced comes back."""
     for path in _hidden(output_dir, REPLACED):
         final = path.with_name(path.name.removeprefix(REPLACED))
         if not final.exists():
@@ -256,6 +259,9 @@ def remove_leftovers(output_dir: Path) -> None:
     for prefix in (WRITING, REMOVING, REPLACED):
         for path in _hidden(output_dir, prefix):
             _remove(path)
+    for path in list(output_dir.glob(f"{WRITING}*")):
+        if path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def _remove(path: Path) -> None:

@@ -285,6 +285,7 @@ def _evaluated(
     precision: InferencePrecision,
 ) -> tuple[Evaluation, str]:
     """Evaluate, and return what was found with what it was computed in."""
+    from hf_longctx.commands.checkpoints.checkpoint_weights import advice
     from hf_longctx.commands.shared.loading import load_model
     from hf_longctx.inference.evaluation.evaluate import evaluate_model
 
@@ -297,7 +298,7 @@ def _evaluated(
     if evaluation.losses is not None and not math.isfinite(evaluation.losses.loss):
         raise ValueError(
             f"the loss of {name} is {evaluation.losses.loss}, computed in {precision.said_of(model)}: some of its logits are not "
-            "finite numbers. Valid: --dtype bfloat16 or float32, where they are, or another checkpoint"
+            f"finite. {advice(model.dtype)}"
         )
     return evaluation, precision.said_of(model)
 

@@ -138,11 +138,13 @@ def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, use_cache: bool, wa
     import torch
     from transformers import LogitsProcessorList, TextStreamer
 
-    def finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if bool(scores.isnan().any()):
+    from hf_longctx.commands.checkpoints.checkpoint_weights import advice
+
+    def refuse_not_finite(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """A token that may not come has -inf."""
+        if bool((scores.isnan() | scores.isposinf()).any()):
             raise ValueError(
-                f"the logits of {wanted.model} are not numbers in {model.dtype}: there is no next token. Valid: --dtype bfloat16 "
-                "or float32, where they are, or another checkpoint"
+                f"some logits of {wanted.model} are not finite: there is no next token. {advice(model.dtype)}"
             )
         return scores
 
@@ -160,7 +162,7 @@ def _write(model: Any, tokenizer: Any, ids: Any, cache: Any, use_cache: bool, wa
         attention_mask=torch.ones_like(ids[None]),
         use_cache=use_cache,
         max_new_tokens=wanted.max_new_tokens,
-        logits_processor=LogitsProcessorList([finite]),
+        logits_processor=LogitsProcessorList([refuse_not_finite]),
         streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
         **settings,
     )

@@ -288,9 +288,10 @@ def _assembled(parts: Sequence[Part], taken: list[list[Shard]], cache_dir: Path,
     if directory.exists():
         if (known := _manifest_in(directory)) != manifest:
             raise PrepareError(f"{directory} exists and holds something else: remove it, or name another folder")
-        if output is not None and known.tokenizers is None:
+        records = _tokenizers(parts, taken)
+        if output is not None and known.tokenizers != records:  # older folders know less
             with written_whole(directory / MANIFEST) as partial:
-                partial.write_text(replace(manifest, tokenizers=_tokenizers(parts, taken)).to_json())
+                partial.write_text(replace(manifest, tokenizers=records).to_json())
         return directory
     numbers, of_kept = [number for number, _ in kept], [shard for _, shard in kept]
     index = {
@@ -325,8 +326,8 @@ def _tokenizers(parts: Sequence[Part], taken: Sequence[Sequence[Shard]]) -> list
     tokenizers = {id(part.tokenisation.tokenizer): part.tokenisation.tokenizer for part in parts}
     for part, shards in zip(parts, taken):
         key = id(part.tokenisation.tokenizer)
-        rendered[key] = rendered.get(key, False) or part.rendered_before
-        rendered[key] |= any(shard.rendered and len(shard.lengths) for shard in shards)
+        by_template = (part.rendered_before or shard.rendered for shard in shards if len(shard.lengths))
+        rendered[key] = rendered.get(key, False) or any(by_template)
     return [
         TokenizerRecord.of(tokenizer, rendered[key]) for key, tokenizer in tokenizers.items() if tokenizer is not None
     ]

@@ -393,7 +393,7 @@ def _integers(row: Mapping[str, Any], name: str) -> np.ndarray:
         values = np.asarray(row[name])
     except (ValueError, TypeError, OverflowError):  # lists of different lengths, for one
         values = np.asarray(None)
-    if isinstance(row[name], list) and any(isinstance(number, bool) for number in row[name]):
+    if isinstance(row[name], list) and bool in set(map(type, row[name])):
         values = np.asarray(None)  # numpy counts True as 1 where integers stand beside it
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
         raise RowError(f"column {name!r} holds {found(row[name])}; valid: a list of integers that int32 can hold")

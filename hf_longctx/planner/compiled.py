@@ -41,10 +41,10 @@ import numpy as np
 
 LONGEST_INTERPRETED = 4.0
 """Seconds of a core up to which a plan is interpreted, estimated before and counted meanwhile: what then turns out to take longer
-begins again, compiled. A fifth of what compiling takes."""
+begins again, compiled. A tenth of what compiling takes, or less."""
 PATIENCE = 20.0
-"""Seconds of a process's interpreted plans after which further ones are compiled, which takes about as long: at worst, a run
-pays twice what it had paid if it had known how many plans it was going to make."""
+"""Seconds of a process's interpreted plans after which further ones are compiled, which takes twice as long, or more: at worst, a
+run pays half as much again as if it had known how many plans it was going to make."""
 PATIENCE_ON_DISK = 3.0
 """The same where the machine code lies on disk: importing numba and reading it take 0.7 s, and memory that is not given back."""
 SMALL = 2**50

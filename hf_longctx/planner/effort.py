@@ -23,8 +23,8 @@ PER_ROUND = 5e-7
 """Mode "lockstep": the same for each document and full round. 1,000 documents took 0.2 to 1.4 s on 4 to 64 ranks; 4,000 took
 1.7 s on 64 ranks (on an EPYC). Too high an estimate costs half a minute of compiling, too low a one LONGEST_INTERPRETED."""
 COMPILING = 40.0
-"""Seconds of a core that compiling takes for a plan of mode "async": 98 on an EPYC of the first generation, of 2017. The other
-modes share about half of it."""
+"""Seconds of a core that compiling takes for a plan of mode "async". An EPYC of the first generation, of 2017, takes 98 s, and
+took 120 for what took a newer one 50. The other modes share about half of it."""
 
 
 def as_work_decides(planner: Callable[..., Any]) -> Any:

@@ -35,10 +35,10 @@ from numba.core.types import unliteral
 from hf_longctx.planner.by_address import take_as_address
 from hf_longctx.planner.compiled import passed_by_address
 
-SETTINGS = {"OPT": 1, "LOOP_VECTORIZE": 0, "SLP_VECTORIZE": 0}
-"""numba's settings where no variable NUMBA_... names others: LLVM's level of optimization, and vectors for loops and for lines of
-code. Compiling all took 72 to 82 s of an EPYC's core at level 1, and 113 at numba's own, 3; without vectors, it takes 7 % less.
-Plans take as long with either, and many times as long at level 0. They count for all that the process compiles."""
+SETTINGS = {"OPT": 1, "LOOP_VECTORIZE": 0}
+"""numba's settings where no variable NUMBA_... names others: LLVM's level of optimization, and vectors for loops. Compiling all
+took 72 to 82 s of an EPYC's core at level 1, and 113 at numba's own, 3; without vectors, it takes 7 % less. Plans take as long
+with either, and many times as long at level 0. They count for all that the process compiles."""
 for _name, _value in SETTINGS.items():
     if f"NUMBA_{_name}" not in os.environ:
         setattr(numba.config, _name, type(getattr(numba.config, _name))(_value))

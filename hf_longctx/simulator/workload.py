@@ -216,9 +216,8 @@ def _compute(
                 attention_seconds[j] += attention * (split_pairs * shared[j] / split_tokens + half * split_edges)
             linear_seconds[j] /= speed[rank[j]]
             attention_seconds[j] /= speed[rank[j]]
-            linear_seconds[j] = max(linear_seconds[j], launch - attention_seconds[j])
             slowest_linear[i] = max(slowest_linear[i], linear_seconds[j])
-            slowest_compute[i] = max(slowest_compute[i], linear_seconds[j] + attention_seconds[j])
+            slowest_compute[i] = max(slowest_compute[i], linear_seconds[j] + attention_seconds[j], launch)
     return linear_seconds, attention_seconds, shared, slowest_linear, slowest_compute
 
 

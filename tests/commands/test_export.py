@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.commands import export as command
+from hf_longctx.commands.checkpoints.checkpoint_weights import cast, refuse_not_finite
 from hf_longctx.commands.export import export
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from tests.builders.small_tokenizers import byte_tokenizer, word_tokenizer
@@ -98,6 +99,16 @@ def test_numbers_that_a_dtype_does_not_reach_are_refused(options: dict[str, Any]
         export(tmp_path / "saved", tmp_path / "out", dtype="float16", **options)
     assert not (tmp_path / "out").exists()
     export(tmp_path / "saved", tmp_path / "out", dtype="bfloat16", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_weights_of_eight_bits_are_cast_and_taken(dtype: torch.dtype):
+    weight = torch.tensor([1.0, -2.0]).to(dtype)
+    assert cast("w", weight, torch.bfloat16).tolist() == [1, -2]
+    model = torch.nn.Module()
+    model.register_parameter("w", torch.nn.Parameter(weight, requires_grad=False))
+    refuse_not_finite(model, "eight bits")
+    refuse_not_finite(model.to("meta"), "none")
 
 
 def test_memory_holds_one_file_and_one_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -105,14 +105,19 @@ def test_with_a_temperature_tokens_are_drawn_from_a_seed(folder: Path):
     assert texts[0] == plain_text(folder / "llama", PROMPT, do_sample=True, temperature=1.5)
 
 
+@pytest.mark.parametrize("infinite", [False, True])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_no_text_comes_of_logits_that_are_not_numbers(temperature: float, tmp_path: Path):
+def test_no_text_comes_of_logits_that_are_not_finite(temperature: float, infinite: bool, tmp_path: Path):
     model = tiny_llama()
-    for name in ("q_proj", "k_proj"):
-        getattr(model.model.layers[0].self_attn, name).weight.data *= 1e30
+    if infinite:  # -inf is that of a token which may not come
+        model.model.embed_tokens.weight.data[:, 0] = 1e10  # the largest of a normalised state
+        model.lm_head.weight.data[7, 0] = 1e38
+    else:
+        for name in ("q_proj", "k_proj"):
+            getattr(model.model.layers[0].self_attn, name).weight.data *= 1e30
     model.save_pretrained(tmp_path)
     word_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"logits of .* are not numbers in torch\.float32: there is no next token"):
+    with pytest.raises(ValueError, match=r"some logits of .* are not finite: there is no next token\. Valid: another"):
         written(wanted(tmp_path, temperature=temperature), many=False)
 
 

@@ -133,8 +133,11 @@ def test_what_is_not_known_is_said_and_used(
     (folder / MANIFEST).write_text(replace(kept, tokenizers=None).to_json())
     with pytest.warns(UserWarning, match="does not say which tokenizer"):
         load_split(data, "train", byte_tokenizer(merges=[("s", "o")]))
-    prepared(TEXT)
-    assert Manifest.read(folder).tokenizers == kept.tokenizers, "preparing it again adds it"
+    less = [replace(record, template="other") for record in kept.tokenizers or ()]
+    for older in (None, less):
+        (folder / MANIFEST).write_text(replace(kept, tokenizers=older).to_json())
+        prepared(TEXT)
+        assert Manifest.read(folder).tokenizers == kept.tokenizers, "preparing it again adds it"
     with pytest.raises(PrepareError, match="holds something else"):
         prepared({"text": "other words"})
 

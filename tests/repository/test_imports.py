@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "settings": {"models", "planner", "hardware", "row_names"},
     "migration": {"settings"},
     "parallel": {"planner", "attention", "models", "settings", "supervision"},
-    "checkpoint": {"attention", "models", "supervision", "redaction"},
+    "checkpoint": {"attention", "models", "supervision", "redaction", "whole_files"},
     "training": {
         *("layouts", "supervision", "hardware", "precision", "attention", "planner", "models", "data", "certificate"),
         *("certified_patch", "settings", "parallel", "checkpoint", "redaction", "counting", "whole_files"),

@@ -387,6 +387,18 @@ def test_no_micro_batch_is_done_before_its_host_has_started_its_kernels(recomput
     assert sorted(lasted(launch)) == pytest.approx([(long + short) / 2, long])
 
 
+def test_what_is_exchanged_while_a_host_starts_kernels_takes_no_time():
+    plan = plan_step(np.array([2000]), Topology(2, 1024, ranks_per_node=2), H100.cost(LLAMA_7B, 2))
+
+    def lasted(launch_seconds: float) -> float:
+        played = play(plan, LLAMA_7B, replace(H100, speed=replace(H100.speed, launch_seconds=launch_seconds)))
+        return float((played.stop - played.start).max())
+
+    before = lasted(0.0)
+    assert plan.members.tolist() == [2]
+    assert lasted(2 * before / LLAMA_7B.num_hidden_layers) == pytest.approx(2 * before)
+
+
 def test_the_largest_step_is_played():
     """How quickly, benchmarks/simulator.py says."""
     lengths = draw("github", 100_000, 0)

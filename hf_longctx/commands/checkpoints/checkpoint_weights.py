@@ -9,8 +9,6 @@ from typing import Any
 
 WEIGHTS, INDEX, ADAPTER_WEIGHTS = "model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-WIDER = "Valid: --dtype bfloat16 or float32, if they are finite there"
-"""Advice where numbers are too large for a dtype: float16 ends at 65504."""
 
 
 class CheckpointWeights:
@@ -65,16 +63,33 @@ def cast(name: str, weight: Any, dtype: Any) -> Any:
     if not weight.is_floating_point():
         return weight
     cast_weight = weight.to(dtype)
-    if not weight.is_meta and (beyond := int(cast_weight.isinf().sum() - weight.isinf().sum())):
-        raise ValueError(f"{beyond} of {weight.numel()} numbers of {name} are larger than {dtype} holds. {WIDER}")
+    if (beyond := _not_finite(cast_weight) - _not_finite(weight)) > 0:
+        raise ValueError(
+            f"{beyond} of {weight.numel()} numbers of {name} are larger than {dtype} holds. {advice(dtype)}"
+        )
     return cast_weight
 
 
 def refuse_not_finite(model: Any, name: str) -> None:
     """Raise ValueError where weights of a model that was loaded are no finite numbers. `name`: what the model is called."""
     for weight_name, weight in model.named_parameters():
-        if weight.is_floating_point() and not bool(weight.isfinite().all()):
-            count = int((~weight.isfinite()).sum())
+        if count := _not_finite(weight):
             raise ValueError(
-                f"{count} of {weight.numel()} numbers of {weight_name} of {name} are not finite in {weight.dtype}. {WIDER}"
+                f"{count} of {weight.numel()} numbers of {weight_name} of {name} are not finite in {weight.dtype}. "
+                f"{advice(weight.dtype)}"
             )
+
+
+def advice(dtype: Any) -> str:
+    """Say what is valid where numbers of a model in this dtype are not finite."""
+    if str(dtype) == "torch.float16":
+        return "Valid: --dtype bfloat16 or float32, if they are finite there; float16 ends at 65504"
+    return "Valid: another checkpoint, as no dtype makes numbers of what is none"
+
+
+def _not_finite(weight: Any) -> int:
+    """Count the numbers of a weight that are infinite or none. Of 8 bits, torch knows that of some kinds only; on meta, there are
+    no numbers."""
+    if weight.is_meta or not weight.is_floating_point() or weight.itemsize == 1:
+        return 0
+    return int((~weight.isfinite()).sum())

@@ -293,7 +293,7 @@ def _refuse_other_tokens(tokenizer: Any, folder: Path) -> None:
 
 
 def _normalizers(tokenizer: Any) -> list[dict[str, Any]]:
-    """What is done to a text before it is cut, step by step."""
+    """Return what is done to a text before it is cut, step by step."""
     described = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"]
     if described is None:
         return []
