@@ -101,6 +101,13 @@ def test_numbers_that_a_dtype_does_not_reach_are_refused(options: dict[str, Any]
     export(tmp_path / "saved", tmp_path / "out", dtype="bfloat16", **options)
 
 
+def test_a_number_beyond_bfloat16_asks_for_float32():
+    with pytest.raises(
+        ValueError, match=r"^1 of 2 numbers of w are larger than torch\.bfloat16 holds\. Valid: --dtype float32"
+    ):
+        cast("w", torch.tensor([1.0, torch.finfo(torch.float32).max]), torch.bfloat16)
+
+
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
 def test_weights_of_eight_bits_are_cast_and_taken(dtype: torch.dtype):
     weight = torch.tensor([1.0, -2.0]).to(dtype)

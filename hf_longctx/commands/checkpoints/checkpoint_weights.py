@@ -82,8 +82,9 @@ def refuse_not_finite(model: Any, name: str) -> None:
 
 def advice(dtype: Any) -> str:
     """Say what is valid where numbers of a model in this dtype are not finite."""
-    if str(dtype) == "torch.float16":
-        return "Valid: --dtype bfloat16 or float32, if they are finite there; float16 ends at 65504"
+    wider = {"torch.float16": "bfloat16 or float32", "torch.bfloat16": "float32"}.get(str(dtype))
+    if wider is not None:
+        return f"Valid: --dtype {wider}, if they are finite there"
     return "Valid: another checkpoint, as no dtype makes numbers of what is none"
 
 
