@@ -234,8 +234,11 @@ class CostModel:
 
     def _work(self, length: Any, ranks: Any) -> tuple[Any, int]:
         """Work in units of 2^k nanoseconds, and k; 0 where the model has units of its own."""
-        both = np.broadcast_arrays(np.asarray(length, np.int64), np.asarray(ranks, np.int64))
-        lengths, sizes = (np.array(column).ravel() for column in both)
+        lengths, sizes = np.asarray(length, np.int64), np.asarray(ranks, np.int64)
+        lengths, sizes = (
+            lengths + 0 * sizes,
+            sizes + 0 * lengths,
+        )  # new arrays of one shape, sooner than by broadcast_arrays
         model, bits = self, 0
         if self.unit_bits is None and lengths.size:
             longest = float(lengths.max())
@@ -243,7 +246,7 @@ class CostModel:
             if largest >= LONGEST_TIME:
                 bits = math.frexp(largest / LONGEST_TIME)[1]
                 model = self.in_units(bits)
-        work = _works(lengths, sizes, model.coefficients).reshape(both[0].shape)
+        work = _works(lengths.ravel(), sizes.ravel(), model.coefficients).reshape(lengths.shape)
         return (work if work.ndim else int(work)), bits
 
     @property

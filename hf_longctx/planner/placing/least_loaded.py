@@ -21,7 +21,7 @@ import numpy as np
 from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.cost.group_times import PlacementContext, equal_time, time_of_kinds, unequal_time
-from hf_longctx.planner.placing.rank_blocks import ROUNDED
+from hf_longctx.planner.placing.rank_blocks import ROUNDED, summed_speed
 
 MOST_ROOM = 2**62
 """Nanoseconds on a rank of speed 1000: more than all documents take."""
@@ -65,7 +65,7 @@ def place_on_least_loaded(
     counts = context.counts  # ranks of each kind in the group that is looked at
     count = members = 0
     first_member[0] = 0
-    room_left = float(limit) * world_size
+    room_left = float(limit) * summed_speed(0, world_size, context)
     lost = room_left * ROUNDED
     for i in range(len(lengths)):
         if work_from[i] > room_left + lost:
@@ -110,7 +110,7 @@ def place_on_least_loaded(
         begin = busy[ranks[size - 1]]
         for j in range(size):
             rank = ranks[j]
-            room_left -= float(finish - busy[rank])
+            room_left -= float(finish - busy[rank]) * speeds[rank] / 1000.0
             if busy[rank] < begin:
                 holes[count, 0], holes[count, 1], holes[count, 2] = begin - busy[rank], rank, i
                 count += 1

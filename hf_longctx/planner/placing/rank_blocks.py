@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from hf_longctx.planner.compiled import borrowing, compiled, listed
+from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.cost_model import work_of
 from hf_longctx.planner.cost.group_times import PlacementContext, ends_within, group_time
 from hf_longctx.planner.placing.free_runs import heapify, put, sink, take_first
@@ -184,19 +184,29 @@ def _gcd(a: int, b: int) -> int:  # pragma: no cover - compiled
     return a
 
 
+@inlined
+@borrowing
+@compiled
+def summed_speed(first: int, size: int, context: PlacementContext) -> float:  # pragma: no cover - compiled
+    """Speed of ranks `first` to `first + size - 1` together, in ranks of speed 1000."""
+    return (context.speed_before[first + size] - context.speed_before[first]) / 1000.0
+
+
 @compiled
 def least_work_from(
     lengths: np.ndarray, footprints: np.ndarray, context: PlacementContext
 ) -> np.ndarray:  # pragma: no cover - compiled
-    """float64 [documents + 1]: nanoseconds of all ranks together that the documents from each on take at least; minus infinity
-    where ranks are unequal, or stages of a pipeline: then that is not known."""
-    if not context.uniform or context.stages > 1:
+    """float64 [documents + 1]: nanoseconds of ranks of speed 1000 together that the documents from each on take at least; minus
+    infinity for stages of a pipeline: then that is not known."""
+    if context.stages > 1:
         return np.full(len(lengths) + 1, -np.inf)
-    work = np.zeros(len(lengths) + 1)
+    work, most, micro_batch = np.zeros(len(lengths) + 1), context.capacities.max(), context.micro_batch
+    if not context.uniform:
+        micro_batch = 0  # which is rounded down on each rank
     lengths, footprints, total = listed(lengths), listed(footprints), 0.0
     for i in range(len(lengths) - 1, -1, -1):
-        fewest = max(-(-footprints[i] // context.capacity), 1)
-        total += work_of(lengths[i], fewest, context.coefficients) + context.micro_batch * fewest
+        fewest = max(-(-footprints[i] // most), 1)
+        total += work_of(lengths[i], fewest, context.coefficients) + micro_batch * fewest
         work[i] = total
     return work
 
@@ -290,7 +300,7 @@ def _fill_blocks(
     while rank < world_size:
         lowest[count] = rank
         count += 1
-        room_left += float(max(target - height[rank], 0)) * width[rank]
+        room_left += float(max(target - height[rank], 0)) * summed_speed(rank, width[rank], context)
         rank += width[rank]
     heapify(lowest, height, count)
     lost = room_left * ROUNDED
@@ -340,7 +350,7 @@ def _fill_blocks(
                     size = share
             time = group_time(lengths[i], block, size, context)
             width[block], height[block] = size, load + time
-            room_left -= float(time) * size
+            room_left -= float(time) * summed_speed(block, size, context)
             sink(lowest, height, 0, count)
             if size < most:  # what is left keeps its height, as a block of its own
                 rest = block + size

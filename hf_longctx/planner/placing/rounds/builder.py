@@ -12,7 +12,7 @@ is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,9 +22,9 @@ from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.placing.bisection import at_least_later
 from hf_longctx.planner.placing.rounds.dealer import FEW_DOCUMENTS, Dealer, Estimate
-from hf_longctx.planner.placing.rounds.filling import Kept, fill_best_round, lowest_that_holds_all
+from hf_longctx.planner.placing.rounds.filling import Kept, fill_best_round
 from hf_longctx.planner.placing.rounds.gap_filling import fill_gaps
-from hf_longctx.planner.placing.rounds.sequence import Documents, fill_rounds, heights_of, waiting_of
+from hf_longctx.planner.placing.rounds.sequence import Documents, fill_one_or_two, fill_rounds, waiting_of
 from hf_longctx.planner.placing.rounds.waiting_documents import Waiting
 from hf_longctx.planner.topology import FULL, Topology
 
@@ -212,9 +212,6 @@ class RoundsBuilder:
     def _waiting(self, undone: np.ndarray) -> Waiting:
         return Waiting(*waiting_of(self._documents, undone))
 
-    def _heights(self, longest: int, halvings: int) -> list[int]:
-        return heights_of(longest, halvings, self._documents, self._context).tolist()
-
     def _filled(self, documents: Waiting, height: int) -> tuple[int, Kept]:
         """Fill a round of this height, or lower, with these documents; return when it ends, and what it holds."""
         count = len(documents.lengths)
@@ -282,9 +279,9 @@ class RoundsBuilder:
             undone = np.flatnonzero(self._round >= kept)
             if ends[kept] + self._spread_evenly(undone) >= best:
                 continue
-            for end, heights in self._in_one_or_two(undone, best - int(ends[kept]), len(self._times) - kept):
-                if ends[kept] + end < best:
-                    best, best_kept, best_heights = int(ends[kept]) + end, kept, heights
+            end, heights = self._in_one_or_two(undone, best - int(ends[kept]), len(self._times) - kept)
+            if heights and ends[kept] + end < best:
+                best, best_kept, best_heights = int(ends[kept]) + end, kept, heights
         if best_kept < len(self._times):
             undone = np.flatnonzero(self._round >= best_kept)
             del self._times[best_kept:]
@@ -292,29 +289,15 @@ class RoundsBuilder:
                 undone = self._add(undone, height)
             assert not len(undone)
 
-    def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> Iterator[tuple[int, list[int]]]:
-        """Yield when one round of all these documents ends, or two, and the heights of these rounds, where that is within
-        `limit`. `now`: how many rounds there are."""
+    def _in_one_or_two(self, undone: np.ndarray, limit: int, now: int) -> tuple[int, list[int]]:
+        """When one round of all these documents ends, or two, whichever ends sooner, and the heights of these rounds; none where
+        that is beyond `limit`. `now`: how many rounds there are."""
         full = -(-int(self._documents.tokens[undone].sum()) // self._topology.tokens)
-        waiting = self._waiting(undone)
-        if full == 1:
-            height, end = self._of_all(undone, waiting, limit)
-            if height:
-                yield end, [height]
-        if full > 2 or now < 3:  # two cannot hold them, or they are no more than two now
-            return
-        for first in self._heights(undone[0], LAST_HALVINGS):
-            end, (placed, *_) = self._filled(waiting, first)
-            rest = undone[~placed]
-            # Spread evenly over all ranks, the rest would take so long: where that is too long, no second round is searched for.
-            if 0 < len(rest) < len(undone) and end + self._spread_evenly(rest) < limit:
-                height, last_end = self._of_all(rest, self._waiting(rest), limit - end)
-                if height:
-                    yield end + last_end, [first, height]
-
-    def _of_all(self, undone: np.ndarray, documents: Waiting, limit: int) -> tuple[int, int]:
-        """The lowest height of a round of all documents that are `undone`, and when it ends; zeros if that is beyond `limit`."""
-        return lowest_that_holds_all(int(self._documents.least[undone[0]]), limit, documents, self._context)
+        two = full <= 2 and now >= 3  # they hold them, and are fewer than there are now
+        if full > 1 and not two:
+            return 0, []
+        end, *heights = fill_one_or_two(undone, full == 1, two, limit, LAST_HALVINGS, self._documents, self._context)
+        return end, [height for height in heights if height]
 
 
 def _whole_round(lengths: np.ndarray, topology: Topology, cost: CostModel) -> int:

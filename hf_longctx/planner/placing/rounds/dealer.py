@@ -9,7 +9,7 @@ is sent.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,11 +67,17 @@ class Dealer:
             and (topology.few_kinds or members <= DEALT_MEMBERS)
         )
 
-    def estimates(self, undone: np.ndarray) -> Iterator[Estimate]:
-        """Yield rounds that the documents of these indices may be dealt to; nothing where dealing takes too long."""
+    def estimates(self, undone: np.ndarray) -> list[Estimate]:
+        """Return the rounds that end first of those that the documents of these indices may be dealt to, by their end; none where
+        dealing takes too long."""
         if not self._may_deal:
-            return
-        yield from self._levels(undone) if self._context.uniform else self._unequal_levels(undone)
+            return []
+        rows = self._levels(undone) if self._context.uniform else self._unequal_levels(undone)
+        _, first = np.unique(rows[:, 0], return_index=True)
+        return [
+            Estimate(end, rounds, height, bool(even))
+            for end, rounds, height, even in rows[first[: self.most_estimates]].tolist()
+        ]
 
     def dealt(self, undone: np.ndarray, estimate: Estimate) -> tuple[np.ndarray, Sequence[np.ndarray]]:
         """Deal these documents to rounds as estimated, or higher; return when each ends, none if they find no room, and columns
@@ -95,27 +101,24 @@ class Dealer:
                 break
         return best
 
-    def _unequal_levels(self, undone: np.ndarray) -> Iterator[Estimate]:
-        """Yield the same as `_levels`, of unequal ranks, as if all were busy until their round ends."""
+    def _unequal_levels(self, undone: np.ndarray) -> np.ndarray:
+        """Return the same as `_levels`, of unequal ranks, as if all were busy until their round ends."""
         own, shared = self._documents.tokens, self._documents.shared
         least = int(self._documents.least[undone[0]]) * FULL // int(self._topology.speeds.max())
         work = int(shared[undone].sum()) * FULL // int(self._topology.speeds.sum())
         fewest = -(-int(own[undone].sum()) // self._topology.tokens)
-        for rounds in range(fewest, fewest + COUNTS):
-            height = max(work // rounds + self._context.micro_batch, least)
-            yield Estimate(rounds * height, rounds, height, False)
+        rounds = np.arange(fewest, fewest + COUNTS)
+        height = np.maximum(work // rounds + self._context.micro_batch, least)
+        return np.stack([rounds * height, rounds, height, np.zeros_like(rounds)], axis=1)
 
-    def _levels(self, undone: np.ndarray) -> Iterator[Estimate]:
-        """Yield rounds of about one height, which may hold these documents."""
+    def _levels(self, undone: np.ndarray) -> np.ndarray:
+        """int64 [levels, 4], the columns of `Estimate`: rounds of about one height, which may hold these documents."""
         context, alone = self._context, self._documents.alone
         heights = heights_of(int(undone[0]), FEW_HALVINGS, self._documents, context)
         whole = undone[self._documents.footprints[undone] <= context.capacity][:1]
         longest_whole = int(alone[whole[0]]) + context.micro_batch if len(whole) else 0
         fewest = -(-int(self._documents.tokens[undone].sum()) // self._topology.tokens)
-        for end, rounds, height, even in levels(
-            fewest, heights, longest_whole, self._waiting(undone), context
-        ).tolist():
-            yield Estimate(end, rounds, height, bool(even))
+        return np.asarray(levels(fewest, heights, longest_whole, self._waiting(undone), context))
 
     def _waiting(self, undone: np.ndarray) -> Waiting:
         return Waiting(*waiting_of(self._documents, undone))

@@ -12,8 +12,8 @@ import numpy as np
 
 from hf_longctx.planner.compiled import compiled
 from hf_longctx.planner.cost.group_times import PlacementContext, group_time
-from hf_longctx.planner.placing.rounds.filling import fill_best_round
-from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, close_up, waiting, waiting_from
+from hf_longctx.planner.placing.rounds.filling import fill_best_round, lowest_that_holds_all
+from hf_longctx.planner.placing.rounds.waiting_documents import Waiting, close_up, time_for, waiting, waiting_from
 
 
 class Documents(NamedTuple):
@@ -119,3 +119,48 @@ def fill_rounds(
     for round in range(len(ends)):
         result[round] = ends[round]
     return result
+
+
+@compiled
+def fill_one_or_two(
+    undone: np.ndarray,
+    one: bool,
+    two: bool,
+    limit: int,
+    halvings: int,
+    documents: Documents,
+    context: PlacementContext,
+) -> tuple[int, int, int]:  # pragma: no cover - compiled
+    """Look for one round, or two, of all these documents.
+
+    Args:
+        undone: int64, ascending: their indices.
+        one, two: whether one round is tried, and whether two are.
+        limit: nanoseconds; what ends later is of no use.
+        halvings: as of `heights_of`, for the first of two rounds.
+
+    Returns:
+        When they end, nanoseconds, and the height of each; 0 where there is none.
+    """
+    speed, rest = context.speeds.sum(), waiting_of(documents, undone)
+    best, best_height, best_second = limit, 0, 0
+    if one:
+        height, end = lowest_that_holds_all(documents.least[undone[0]], limit, rest, context)
+        if height and end < best:
+            best, best_height = end, height
+    if two:
+        no_windows, count = np.empty(0, np.int64), len(undone)
+        kept = np.empty(count, np.bool_), np.empty(count, np.int64), np.empty(count, np.int64)
+        for first in heights_of(undone[0], halvings, documents, context):
+            kept[0][:] = False
+            first_end, held = fill_best_round(np.full(1, first), no_windows, 0, rest, context, kept)
+            # Where the others, spread evenly over all ranks, would take too long, no second round is searched for.
+            left = undone[~kept[0]]
+            if held == 0 or held == count or first_end + time_for(documents.shared[left].sum(), speed) >= limit:
+                continue
+            height, end = lowest_that_holds_all(
+                documents.least[left[0]], limit - first_end, waiting_of(documents, left), context
+            )
+            if height and first_end + end < best:
+                best, best_height, best_second = first_end + end, first, height
+    return best, best_height, best_second
