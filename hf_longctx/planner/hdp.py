@@ -54,7 +54,7 @@ from hf_longctx.planner.placing.holes import fill_holes
 from hf_longctx.planner.placing.other_placements import best_of_others
 from hf_longctx.planner.placing.rank_order import RankOrder, as_if_equal, orders_by_speed
 from hf_longctx.planner.placing.rounds.builder import NEVER
-from hf_longctx.planner.placing.rounds.lockstep import WINDOWS, plans_in_rounds
+from hf_longctx.planner.placing.rounds.lockstep import WINDOWS, WINDOWS_ABOVE, plans_in_rounds
 from hf_longctx.planner.placing.search import GOOD_ENOUGH, NEAR, TOGETHER, Search
 from hf_longctx.planner.placing.whole import plan_whole
 from hf_longctx.planner.plan import ALL_LABELLED, MODES, Mode, StepPlan
@@ -274,7 +274,8 @@ def _in_best_order(
     ordered: np.ndarray, tokens: np.ndarray, order: np.ndarray, topology: Topology, cost: CostModel, mode: Mode
 ) -> StepPlan | None:
     """Plan unequal ranks in orders by speed, as they are second, and, if documents are few, as if ranks of nearly one speed were
-    equal, until one order's plan ends soon. Return the first plan that no later one clearly beats."""
+    equal, until one order's plan ends soon: in rounds, where better ones of equal ranks are not looked for either. Return the
+    first plan that no later one clearly beats."""
     lengths = np.empty_like(ordered)
     lengths[order] = ordered
     bound = lower_bound(ordered, topology, cost, mode, tokens)
@@ -294,10 +295,11 @@ def _in_best_order(
         orders = orders[:2]
     elif len(ordered) <= MOST_AS_IF_EQUAL and topology.memory is None and _alike(topology):
         orders += as_if_equal(topology, by_speed[:1])
+    near = bound * (WINDOWS_ABOVE if mode == "lockstep" else NEAR)
     best: StepPlan | None = None
     for other in orders:
         best = _best(planned(other), best)
-        if best is not None and _makespan(best) * 1000 <= bound * NEAR:
+        if best is not None and _makespan(best) * 1000 <= near:
             break
     return best
 
