@@ -215,6 +215,11 @@ class Checkpoints:
         if problem := self.ranks.agreed(problem):
             raise CheckpointError(f"no checkpoint of this run could be saved: {problem}")
 
+    def refuse_state_that_cannot_be_saved(self) -> None:
+        """Raise CheckpointError for what no checkpoint holds of the state that an optimizer made in its first step."""
+        if self._saves:
+            self._contents()
+
     def save(self, trial: Any) -> None:
         """Begin to write a checkpoint of this step."""
         with self._counted():

@@ -184,10 +184,14 @@ def checkpoints(output_dir: Path) -> list[Path]:
     entries = [
         (1 if (serial := serial_of(path)) is None else -serial, -step, path)
         for path in output_dir.iterdir()
-        if (step := step_of(path)) is not None
-        and any((path / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
+        if (step := step_of(path)) is not None and _is_checkpoint(path)
     ]
     return [path for _, _, path in sorted(entries, key=lambda entry: (entry[0] != 1, entry))]
+
+
+def _is_checkpoint(path: Path) -> bool:
+    """Whether a folder is a checkpoint, whole or not, of ours or of plain Trainer."""
+    return any((path / name).exists() for name in (MANIFEST, TRAINER_STATE_NAME))
 
 
 def begin(final: Path) -> Path:
@@ -234,7 +238,7 @@ def share(folder: Path) -> None:
 
 def commit(writing: Path, final: Path) -> None:
     """Gives a folder that is complete its name. What callbacks have left in a folder of that name meanwhile joins it; an
-    older checkpoint of the same step is replaced."""
+    older checkpoint of the same step is replaced, whichever trainer wrote it: who loads a folder may prefer files of that one."""
     sync(writing)
     replaced = final.with_name(REPLACED + final.name)
     _remove(replaced)
@@ -242,7 +246,7 @@ def commit(writing: Path, final: Path) -> None:
         final.rename(replaced)
     writing.rename(final)
     sync(final.parent)
-    if replaced.exists() and not (replaced / MANIFEST).exists():
+    if replaced.exists() and not _is_checkpoint(replaced):
         for path in replaced.iterdir():
             if not (final / path.name).exists():
                 path.rename(final / path.name)

@@ -41,8 +41,19 @@ def optimizer_tensors(
     tensors: dict[str, tuple[str, torch.Tensor]] = {}
     values: dict[str, Any] = {}
     for index, of_weight in state["state"].items():
+        if not isinstance(index, int):
+            raise CheckpointError(
+                f"the optimizer keeps {index!r} beside the state of its weights, and checkpoints hold what belongs to a weight. "
+                "Valid: an optimizer that keeps it in its groups' settings, save_only_model=True, or save_strategy='no'"
+            )
         name = order[index]
         for kind, value in _unwrapped(of_weight).items():
+            if _holds_tensors(value):
+                raise CheckpointError(
+                    f"the optimizer's {kind} is a {type(value).__name__} of tensors, and checkpoints hold each tensor under one "
+                    "name. Valid: tensors beside each other in the state of a weight, save_only_model=True, or "
+                    "save_strategy='no'"
+                )
             if isinstance(value, torch.Tensor):
                 if type(value) not in PLAIN:
                     raise CheckpointError(
@@ -73,13 +84,22 @@ def optimizer_tensors(
 
 
 def _unwrapped(of_weight: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a weight's state with tensors beside each other: bitsandbytes wraps those that it quantises in a dictionary, against
-    FSDP's gathering, and takes them back either way."""
+    """Return a weight's state with tensors beside each other: bitsandbytes wraps those that it quantises in a dictionary with a
+    name between underscores, against FSDP's gathering, and takes them back either way."""
     state: dict[str, Any] = {}
     for kind, value in of_weight.items():
-        wraps = isinstance(value, Mapping) and any(isinstance(tensor, torch.Tensor) for tensor in value.values())
+        wraps = isinstance(value, Mapping) and kind.startswith("__") and kind.endswith("__")
         state |= value if wraps else {kind: value}
     return state
+
+
+def _holds_tensors(value: Any) -> bool:
+    """Whether a list or a dictionary has tensors in it, however deep."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    return isinstance(value, (list, tuple)) and any(
+        isinstance(item, torch.Tensor) or _holds_tensors(item) for item in value
+    )
 
 
 def merged(

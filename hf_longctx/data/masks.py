@@ -2,7 +2,8 @@
 
     input_ids          5 6 7 8
     completion_mask    0 0 1 1      leaves tokens out: without labels all would be learned, so it is refused
-    attention_mask     1 1 1 1      leaves none out: harmless, and so is any mask beside labels
+    attention_mask     1 1 1 1      leaves none out: harmless, and so is any other mask beside labels
+    attention_mask     0 0 1 1      hides tokens from later ones, which labels do not say: refused beside labels too
     label_ids          -100 -100 7 8   labels by another name, which Trainer's own collator reads: refused without labels
 
 Rows and columns of stored data sets have the same rule. A configuration is checked by the names of columns alone, before
@@ -23,6 +24,10 @@ from hf_longctx.data.list_columns import is_list, parts, rows_at
 ATTENTION_MASK = "attention_mask"
 PARTIAL = ("assistant_masks", "completion_mask", "loss_mask", "response_mask")
 """Masks that are made to leave tokens out."""
+HIDES = (
+    f"column {ATTENTION_MASK!r} hides tokens from those that follow them, as padding on the left does: masks are not read, so "
+    "these would be attended to. Valid: documents without padding, which may have any length, or with padding at their end"
+)
 MASKS = (ATTENTION_MASK, *PARTIAL)
 OTHER_NAMES = ("label_ids", "label")
 """Columns that Trainer's default collator makes labels of, if they are lists: one number is the class of a whole text."""
@@ -33,7 +38,7 @@ VALID = "labels, -100 where nothing is learned, or tokens without padding (docum
 def mask_reason(row: Mapping[str, Any]) -> str:
     """Return why the masks of a row cannot be left unread; "" if they can."""
     if row.get("labels") is not None:
-        return ""
+        return HIDES if _hides(row.get(ATTENTION_MASK)) else ""
     renamed = (name for name in OTHER_NAMES if np.ndim(row.get(name, 0)))
     if (name := next(renamed, None)) is not None:
         return _renamed(name)
@@ -41,12 +46,17 @@ def mask_reason(row: Mapping[str, Any]) -> str:
 
 
 def refuse_masks(dataset: datasets.Dataset, rows: np.ndarray) -> None:
-    """Raises ValueError if a mask of a stored data set leaves tokens out, and there are no labels.
+    """Raises ValueError if a mask of a stored data set leaves tokens out, and there are no labels, or hides tokens from later
+    ones.
 
     Args:
         rows: int64 [documents]: rows of its table.
     """
     if "labels" in dataset.column_names:
+        if ATTENTION_MASK in dataset.column_names:
+            hides = _rows_that_hide(dataset.data.column(ATTENTION_MASK))[rows]
+            if hides.any():
+                raise ValueError(f"row {int(np.argmax(hides))}: {HIDES}")
         return
     for name in OTHER_NAMES:
         if name in dataset.column_names and is_list(dataset.data.column(name).type):
@@ -82,6 +92,39 @@ def _leaves_out(mask: Any) -> bool:
     except (ValueError, TypeError, OverflowError):  # lists of different lengths, for one
         return True
     return values.dtype.kind not in "biuf" or not values.all()
+
+
+def _hides(mask: Any) -> bool:
+    """Return whether a mask has a 0 before something else, or is no row of numbers."""
+    if mask is None:
+        return False
+    try:
+        values = np.asarray(mask)
+    except (ValueError, TypeError, OverflowError):
+        return True
+    if values.dtype.kind not in "biuf":
+        return True
+    values = values.reshape(-1) if 1 in values.shape else values
+    return values.ndim != 1 or bool(((values[:-1] == 0) & (values[1:] != 0)).any())
+
+
+def _rows_that_hide(column: pa.ChunkedArray) -> np.ndarray:
+    """bool [rows]: those whose mask has a 0 before something else."""
+    hides, kind = np.zeros(len(column), bool), column.type
+    inner = kind.value_type if is_list(kind) else kind
+    if pa.types.is_null(inner):
+        return hides
+    if inner is kind or not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
+        return np.fromiter((_hides(mask.as_py()) for mask in column), bool, len(column))
+    for first, lengths, values in parts(column):
+        lowest = pc.min_max(values)["min"].as_py()
+        if lowest is None or lowest > 0:
+            continue
+        zero = values.to_numpy(zero_copy_only=False) == 0
+        ends = np.flatnonzero(zero[:-1] & ~zero[1:])
+        rows = rows_at(ends, lengths)
+        hides[first + rows[rows == rows_at(ends + 1, lengths)]] = True
+    return hides
 
 
 def _rows_with_less(column: pa.ChunkedArray) -> np.ndarray:

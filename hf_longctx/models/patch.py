@@ -26,6 +26,8 @@ from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
 from hf_longctx.models.traits import Traits
 
+ATTENTION_OF_TRANSFORMERS = ("eager", "sdpa", "flash_attention", "flex_attention", "paged", NAME)
+"""What names of attention functions begin with that compute softmax attention as it is; those of the kernels hub hold a /."""
 ATTENTION_CLASSES = {family.attention: family.layout_attention for family in FAMILIES}
 BASE_FORWARDS = {family.base_model: family.base_forward for family in FAMILIES if family.base_forward is not None}
 COMPILED_LAYERS = {
@@ -66,6 +68,9 @@ def install(
     if loaded_stages(language_model) > 1:
         adopt_stages(language_model)
     attention = attention_layers(language_model)
+    already = is_patched(language_model)
+    if not already:
+        _refuse_replaced(language_model)
     own_forward_needed = _refuse_model(language_model, attention, traits)
     tiled = {module for module in language_model.modules() if type(module) in TILED_MLPS or runs_in_tiles(module)}
     if mlp_tile_tokens and not tiled:
@@ -75,7 +80,6 @@ def install(
         )
     head = language_model.get_output_embeddings()
     set_compiled(language_model, compile_layers, COMPILED_LAYERS)
-    already = is_patched(language_model)
     liger_here = liger_kernels and not compile_layers and liger.installed()
     # Without attention layers of ours, masks carry the layout, and the model the settings.
     for module in attention or [language_model]:
@@ -111,6 +115,26 @@ def _refuse_settings(kernel: str, loss_chunk_tokens: int, mlp_tile_tokens: int) 
         )
     if mlp_tile_tokens < 0:
         raise ValueError(f"mlp_tile_tokens={mlp_tile_tokens} must be a number of tokens, or 0 for no tiles")
+
+
+def _refuse_replaced(language_model: Any) -> None:
+    """Refuse a model whose forward or attention function somebody has replaced by one that would not be called."""
+    if "forward" in vars(language_model):
+        valid = (
+            "patch_model(model) before accelerator.prepare_model(model)"
+            if hasattr(language_model, "_original_forward")
+            else "a forward pre-hook or hook, or what is to wrap the forward over layouts, set after patch_model(model)"
+        )
+        raise ValueError(
+            f"forward was set on this {type(language_model).__name__}, and a forward over layouts would take its place: what it "
+            f"does (autocast, say) would be lost. Valid: {valid}"
+        )
+    name = language_model.config.get_text_config(decoder=True)._attn_implementation
+    if isinstance(name, str) and "/" not in name and not name.startswith(ATTENTION_OF_TRANSFORMERS):
+        raise ValueError(
+            f"attention function {name!r} was registered by somebody, and attention over layouts would take its place: what it "
+            "computes would be lost. Valid: model.set_attn_implementation('sdpa') before, if that computes the same"
+        )
 
 
 def _refuse_model(language_model: Any, attention: list[Any], traits: Traits | None) -> bool:

@@ -33,8 +33,24 @@ SAME_OBJECTIVE = (
 )
 """Trainer classes whose loss is the token-level cross-entropy that planned steps compute; what they override may be skipped.
 TRL 1.16: all other ones (DPO, KTO, Reward, GRPO, RLOO, Distillation, experimental ones) define compute_loss or training_step."""
-NEVER_CALLED = ("compute_loss", "prediction_step")
-"""Hooks of Trainer without a place in planned steps."""
+OBJECTIVE = (
+    "planned steps compute the token-level cross-entropy of the whole step, and evaluate its mean",
+    *("compute_loss", "prediction_step", "compute_loss_context_manager", "autocast_smart_context_manager"),
+)
+ORDER = (
+    "the documents of a step are runs of a random permutation, which a checkpoint can go on with",
+    *("_get_train_sampler", "_get_eval_sampler", "_get_dataloader", "get_total_train_batch_size"),
+)
+INPUTS = (
+    "a rank's part of a planned step is put together by the collator, from the columns that it knows",
+    *("_prepare_inputs", "_prepare_input", "_remove_unused_columns"),
+)
+PICKLES = (
+    "checkpoints hold tensors and JSON, and no pickle",
+    *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"),
+)
+NEVER_CALLED = {name: reason for reason, *names in (OBJECTIVE, ORDER, INPUTS, PICKLES) for name in names}
+"""Hooks of Trainer without a place in planned steps, and why."""
 ON_LOGITS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
 """Arguments of Trainer that are called with logits."""
 MEASURED = ("loss", "runtime", "samples_per_second", "steps_per_second")
@@ -194,6 +210,17 @@ def refuse_sharded_optimizer(trainer: Any, given: Any) -> None:
         )
 
 
+def refuse_idle_loraplus(trainer: Any, given: Any) -> None:
+    """Raise ValueError for a ratio of learning rates beside an optimizer that was made without it."""
+    optimizer, ratio = next(iter(given or ()), None), trainer.plugin.loraplus_lr_ratio
+    if optimizer is not None and ratio is not None:
+        kind = type(optimizer).__name__
+        raise ValueError(
+            f"LongContextTrainer: loraplus_lr_ratio={ratio} would change nothing: optimizers=({kind}, ...) has its groups and "
+            "their learning rates already. Valid: TrainingArguments' optim, or no loraplus_lr_ratio"
+        )
+
+
 def fold_accumulation(args: TrainingArguments, plugin: LongContextPlugin, ranks: int) -> int:
     """Documents of a global batch as Trainer's users think of them; sets gradient_accumulation_steps to 1 and says so.
 
@@ -243,22 +270,39 @@ def refuse_other_objective(cls: type) -> None:
             if name not in vars(base):
                 continue
             where = "is not called" if name in NEVER_CALLED else f"is hidden by {own[-1].__name__}'s"
+            reason = NEVER_CALLED.get(name, OBJECTIVE[0])
             instead = (
                 "Put it into a class before LongContextMixin that calls super(), or leave it out"
                 if name in HIDDEN
                 else "Leave it out, or train without this package"
             )
             raise TypeError(
-                f"{cls.__name__}: {base.__name__}.{name} {where}: planned steps compute the token-level cross-entropy of the "
-                f"whole step, and evaluate its mean. {instead}. LongContextMixin goes before transformers.Trainer, "
-                "transformers.Seq2SeqTrainer, trl.SFTTrainer, and classes of them that keep this objective; not before DPO, KTO, "
-                "reward, PPO, GRPO and other trainers with one of their own"
+                f"{cls.__name__}: {base.__name__}.{name} {where}: {reason}. {instead}. LongContextMixin goes before "
+                "transformers.Trainer, transformers.Seq2SeqTrainer, trl.SFTTrainer, and classes of them that keep this "
+                "objective; not before DPO, KTO, reward, PPO, GRPO and other trainers with one of their own"
             )
 
 
 def refuse_hooks_on_logits(trainer: Any) -> None:
     """Raise ValueError for functions over logits that a trainer has, given by position, or set since it was made."""
     refuse_arguments({name: getattr(trainer, name, None) for name in ON_LOGITS})
+
+
+def refuse_changed_settings(trainer: Any, collator: Any) -> None:
+    """Raise ValueError for what was set on a trainer since it was made, where it would no longer be used, or used twice.
+
+    Args:
+        collator: the one that the trainer had then.
+    """
+    if trainer.data_collator is not collator:
+        refuse_arguments({"data_collator": trainer.data_collator})
+    accumulation = trainer.args.gradient_accumulation_steps
+    if accumulation != 1:
+        raise ValueError(
+            f"gradient_accumulation_steps={accumulation} was set since the trainer was made: each step is planned with all of "
+            f"its documents, so that {accumulation} steps would be summed. Valid: set it in the TrainingArguments that the "
+            "trainer is made with, or global_batch_documents of LongContextPlugin"
+        )
 
 
 def refuse_other_batch(batch: Any) -> None:
@@ -291,6 +335,11 @@ def refuse_changed_model(trainer: Any) -> None:
     train nothing: another output head, merged adapters, other weights than those of the optimizer of an earlier training."""
     model = trainer.accelerator.unwrap_model(trainer.model)
     language_model = language_model_of(model)
+    if not hasattr(language_model, "longctx_own_logits"):
+        raise ValueError(
+            f"the trainer's model, {type(language_model).__name__}, is another than the one that the trainer was made with, and "
+            "runs over no layout. Valid: a new trainer, or patch_model(model) before it becomes trainer.model"
+        )
     head = language_model.get_output_embeddings()
     runs_head = cut_of(language_model) is None and not language_model.longctx_own_logits
     if runs_head and type(head) is torch.nn.Linear and is_unpatched(head):
@@ -348,11 +397,11 @@ def refuse_unknown_metric(trainer: Any) -> None:
 
 def refuse_replaced_loss(trainer: Any) -> None:
     """Raises TypeError for methods that were replaced on the trainer itself, which planned steps do not call."""
-    for name in NEVER_CALLED:
+    for name, reason in NEVER_CALLED.items():
         if name in vars(trainer):
             raise TypeError(
-                f"{name} was set on this {type(trainer).__name__}, and is not called: planned steps compute the token-level "
-                "cross-entropy of the whole step. Leave it out, or train without this package"
+                f"{name} was set on this {type(trainer).__name__}, and is not called: {reason}. Leave it out, or train without "
+                "this package"
             )
 
 

@@ -14,6 +14,7 @@ from hf_longctx.attention.exchange import Exchange
 from hf_longctx.certificate import Certificate, Conditions, certificate_of, run_check, share_certificate
 from hf_longctx.certified_patch import patch_model
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
+from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.patch import attention_layers, language_model_of
 from hf_longctx.parallel.sharding import (
@@ -204,6 +205,8 @@ def patched(trainer: Any, model: Any) -> Any:
         if attention_layers(model):
             language_model.longctx_certificate = certificate_of_own_classes(language_model)
         trainer.progress.begin("patching the model")
+    if not is_patched(language_model):
+        _take_off_autocast(language_model)
     patch_model(
         model,
         kernel=plugin.kernel,
@@ -217,6 +220,17 @@ def patched(trainer: Any, model: Any) -> Any:
     trainer.steps.refuse_other_cut(model)  # patching adopts stages that it was loaded in
     trainer.steps.cut(model)
     return model
+
+
+def _take_off_autocast(model: Any) -> None:
+    """Take off what another trainer's accelerator put around a model's forward: this trainer's own puts on what its precision
+    needs."""
+    if hasattr(model, "_original_forward"):
+        attributes = vars(model)
+        original = attributes.pop("_original_forward")
+        attributes.pop("forward", None)
+        if getattr(original, "__func__", None) is not type(model).forward:
+            attributes["forward"] = original
 
 
 def certificate_of_own_classes(model: Any) -> Certificate:

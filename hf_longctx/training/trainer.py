@@ -95,8 +95,10 @@ from hf_longctx.training.arguments import (
     fold_accumulation,
     refuse_arguments,
     refuse_changed_model,
+    refuse_changed_settings,
     refuse_frozen,
     refuse_hooks_on_logits,
+    refuse_idle_loraplus,
     refuse_idle_search,
     refuse_other_batch,
     refuse_other_objective,
@@ -210,6 +212,7 @@ class LongContextMixin(_Trainer):
                 self.args.save_only_model = save_only_model
             refuse_whole_optimizer(self)
             refuse_hooks_on_logits(self)
+            self._collator = self.data_collator
             say_if_much_slower(self.args, self.model, precision)
             self.progress.begin("patching the model")
             prepare_model(self, self.model)
@@ -228,6 +231,7 @@ class LongContextMixin(_Trainer):
         self._watch()
         arrange(self)
         refuse_sharded_optimizer(self, self._optimizers_given)
+        refuse_idle_loraplus(self, self._optimizers_given)
         self._accumulation = max(self._accumulation, self.args.gradient_accumulation_steps)
         self.args.gradient_accumulation_steps = (
             self._accumulation
@@ -355,6 +359,7 @@ class LongContextMixin(_Trainer):
         """
         refuse_replaced_loss(self)
         refuse_hooks_on_logits(self)
+        refuse_changed_settings(self, self._collator)
         self._watch()
         try:
             with self._watching.explaining():
@@ -555,6 +560,8 @@ class LongContextMixin(_Trainer):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.recalibration.end_step()
+        if self.state.global_step == self._resumed_at + 1:
+            self.checkpoints.refuse_state_that_cannot_be_saved()
         memory = self.measurements.end_step(self.state.global_step, self.data_wait_seconds)
         self.measurements.peak_memory_mib = self._requests.agree(memory)
         if self.control.should_log:  # by itself: a callback that reads a log may ask for more, on one rank alone
