@@ -26,6 +26,8 @@ from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
 from hf_longctx.models.traits import Traits
 
+SAME_LOSS = ("trl", "liger_kernel")
+"""Packages whose forwards, set on a model, only compute the cross-entropy without all logits: TRL 1.16's SFTTrainer sets one."""
 ATTENTION_OF_TRANSFORMERS = ("eager", "sdpa", "flash_attention", "flex_attention", "paged", NAME)
 """What names of attention functions begin with that compute softmax attention as it is; those of the kernels hub hold a /."""
 ATTENTION_CLASSES = {family.attention: family.layout_attention for family in FAMILIES}
@@ -119,7 +121,8 @@ def _refuse_settings(kernel: str, loss_chunk_tokens: int, mlp_tile_tokens: int) 
 
 def _refuse_replaced(language_model: Any) -> None:
     """Refuse a model whose forward or attention function somebody has replaced by one that would not be called."""
-    if "forward" in vars(language_model):
+    own = vars(language_model).get("forward")
+    if own is not None and (getattr(own, "__module__", None) or "").split(".")[0] not in SAME_LOSS:
         valid = (
             "patch_model(model) before accelerator.prepare_model(model)"
             if hasattr(language_model, "_original_forward")

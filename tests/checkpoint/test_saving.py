@@ -16,6 +16,7 @@ from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.checkpoint import folder as folders
@@ -80,6 +81,16 @@ def test_what_a_callback_left_before_a_crash_is_no_checkpoint(tmp_path):
     assert len(run(tmp_path, resume="auto", max_steps=2).held) == 2
     assert problem_of(tmp_path / "checkpoint-1") is None
     assert (tmp_path / "checkpoint-1" / "mine.txt").exists()
+
+
+def test_a_checkpoint_of_another_trainer_is_replaced_as_a_whole(tmp_path):
+    """Plain transformers takes an adapter, or one file of weights, before an index of several."""
+    (tmp_path / "checkpoint-1").mkdir()
+    for name in (TRAINER_STATE_NAME, "adapter_config.json", "optimizer.pt"):
+        (tmp_path / "checkpoint-1" / name).write_text("{}")
+    run(tmp_path, max_steps=1)
+    assert problem_of(tmp_path / "checkpoint-1") is None
+    assert not {"adapter_config.json", "optimizer.pt"} & {path.name for path in (tmp_path / "checkpoint-1").iterdir()}
 
 
 def test_a_best_checkpoint_that_could_not_be_written_is_not_the_best(tmp_path):

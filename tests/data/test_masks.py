@@ -76,6 +76,26 @@ def test_a_mask_that_is_none_is_none_and_one_that_cannot_be_read_is_refused():
         assert mask_reason({**TOKENS, "attention_mask": value})
 
 
+@pytest.mark.parametrize("one", [1, True, 1.0])
+def test_a_mask_that_hides_tokens_from_later_ones_is_refused_beside_labels_too(one: Any):
+    zero = type(one)(0)
+    row: dict[str, Any] = {"input_ids": [1, 2, 3, 4], "labels": [-100, 2, 3, 4]}
+    padded, left, inside = (
+        {**row, "attention_mask": mask}
+        for mask in ([one, one, zero, zero], [zero, zero, one, one], [one, zero, one, one])
+    )
+    for hidden in (left, inside):
+        for dataset in data_sets([padded, hidden]):
+            with pytest.raises(ValueError, match=r" 1: column 'attention_mask' hides tokens .* padding at their end"):
+                LengthIndex.from_dataset(dataset)
+        with pytest.raises(ValueError, match="document 0: column"):
+            as_documents([hidden])
+    for dataset in data_sets([padded, {**row, "attention_mask": [zero] * 4}, padded]):
+        assert LengthIndex.from_dataset(dataset).lengths.tolist() == [4] * 3
+    for value in ([[1, 1], [1]], "1111", [[0, 1], [1, 1]]):
+        assert mask_reason({**row, "attention_mask": value})
+
+
 def drawn_row(name: str, random: np.random.Generator) -> dict[str, Any]:
     """One document or several, of 1 to 4 tokens each, and a column that says so, is missing, or says something else."""
     lengths = random.integers(1, 5, random.choice([1, 1, 2]))
@@ -111,6 +131,8 @@ def test_tables_are_refused_for_what_their_rows_are(name: str, monkeypatch: pyte
     random, refused = np.random.default_rng(len(name)), 0
     for _ in range(20):
         rows = [drawn_row(name, random) for _ in range(random.integers(1, 6))] + [{"input_ids": [5, 5], name: None}]
+        if random.random() < 0.3:
+            rows = [row | {"labels": row["input_ids"]} for row in rows]
         several = [packed_reason(row, len(row["input_ids"])) for row in rows]
         reasons = several if any(several) else list(map(mask_reason, rows))
         expected = next((f"row {number}: {reason}" for number, reason in enumerate(reasons) if reason), "")

@@ -1,5 +1,6 @@
 """Trainer classes whose objective or loops planned steps would skip without a word are refused when the class is made."""
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,7 +11,7 @@ from peft import LoraConfig, PeftMixedModel, get_peft_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
-from hf_longctx.training.arguments import refuse_sharded_optimizer
+from hf_longctx.training.arguments import NEVER_CALLED, refuse_sharded_optimizer
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import arguments, fresh_accelerator_state
 
@@ -41,13 +42,14 @@ def test_trainers_with_the_same_objective_are_taken_silently():
     assert combined(before, LongContextTrainer).training_step is method
 
 
-@pytest.mark.parametrize("name", ["compute_loss", "prediction_step"])
+@pytest.mark.parametrize("name", NEVER_CALLED)
 def test_hooks_that_are_never_called_are_refused_wherever_they_stand(name: str):
     hook = {name: method}
     somebody = type("Somebody", (Trainer,), hook)
     sft = (LongContextMixin, trl.SFTTrainer)
     for bases, own in (((LongContextTrainer,), hook), ((LongContextMixin, somebody), {}), (sft, hook)):
-        with pytest.raises(TypeError, match=rf"\.{name} is not called: .* Leave it out, or train without"):
+        reason = re.escape(NEVER_CALLED[name])
+        with pytest.raises(TypeError, match=rf"\.{name} is not called: {reason}\. Leave it out, or train without"):
             combined(*bases, **own)
 
 
@@ -70,6 +72,35 @@ def test_what_is_given_by_position_or_set_on_the_trainer_is_refused_too(tmp_path
     trainer.compute_loss = method
     with pytest.raises(TypeError, match="compute_loss was set on this LongContextTrainer, and is not called"):
         trainer.train()
+
+
+def test_names_of_hooks_that_are_never_called_are_trainers():
+    assert [name for name in NEVER_CALLED if not hasattr(Trainer, name)] == []
+
+
+def test_what_is_set_later_and_would_be_ignored_or_summed_is_refused(tmp_path):
+    fresh_accelerator_state()
+    plugin, args = LongContextPlugin(capacity=32), arguments(tmp_path)
+    trainer = LongContextTrainer(tiny_llama(), args, train_dataset=[{"input_ids": [1, 2, 3]}] * 4, plugin=plugin)
+    trainer.args.gradient_accumulation_steps = 2
+    with pytest.raises(ValueError, match=r"gradient_accumulation_steps=2 was set since .* 2 steps would be summed"):
+        trainer.train()
+    trainer.args.gradient_accumulation_steps = 1
+    before, trainer.data_collator = trainer.data_collator, method
+    with pytest.raises(ValueError, match="data_collator=function would not be used"):
+        trainer.train()
+    trainer.data_collator, trainer.model = before, tiny_llama()
+    with pytest.raises(ValueError, match="LlamaForCausalLM, is another than the one that the trainer was made with"):
+        trainer.train()
+
+
+def test_rates_of_loraplus_beside_an_optimizer_that_has_its_rates_are_refused(tmp_path):
+    fresh_accelerator_state()
+    model = get_peft_model(tiny_llama(), LoraConfig(r=2, target_modules=["q_proj"]))
+    own = torch.optim.SGD([weight for weight in model.parameters() if weight.requires_grad])
+    plugin = LongContextPlugin(capacity=32, loraplus_lr_ratio=16.0)
+    with pytest.raises(ValueError, match=r"loraplus_lr_ratio=16.0 would change nothing: optimizers=\(SGD"):
+        LongContextTrainer(model, arguments(tmp_path), train_dataset=[], plugin=plugin, optimizers=(own, None))
 
 
 def test_functions_over_logits_that_are_set_later_are_refused_when_they_would_be_called(tmp_path):

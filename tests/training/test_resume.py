@@ -151,6 +151,40 @@ def test_an_optimizer_that_wraps_its_tensors_goes_on_with_them(tmp_path):
     torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=0)
 
 
+class Nesting(torch.optim.SGD):
+    """Makes state in its first step that no checkpoint holds."""
+
+    kept: Any = None
+
+    def step(self, closure: Any = None) -> Any:
+        if self.kept == "beside":
+            self.state["all"]["steps"] = 1  # type: ignore[index]
+        else:
+            for group in self.param_groups:
+                for weight in group["params"]:
+                    mean = torch.zeros_like(weight)
+                    self.state[weight]["means"] = {"fast": mean} if self.kept == "dictionary" else [mean]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("kept", "reason"),
+    [
+        ("beside", "keeps 'all' beside the state of its weights"),
+        ("dictionary", "means is a dict of tensors"),
+        ("list", "means is a list of tensors"),
+    ],
+)
+def test_state_that_no_checkpoint_holds_is_said_after_the_first_step(kept: str, reason: str, tmp_path):
+    class NestingTrainer(RecordingTrainer):
+        def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+            return type("Nesting", (Nesting,), {"kept": kept}), {"lr": 0.1}
+
+    with pytest.raises(CheckpointError, match=f"the optimizer.*{reason}"):
+        run_on(1, None, tmp_path, settings={"max_steps": 5, "save_steps": 4}, trainer_class=NestingTrainer)
+    assert list(tmp_path.glob("checkpoint-*")) == []
+
+
 def test_the_last_checkpoint_of_the_folder_is_found(tmp_path):
     [first] = run_on(1, None, tmp_path, settings={"num_train_epochs": 1})
     for later in tmp_path.glob("checkpoint-[45]"):

@@ -4,8 +4,10 @@ are refused by name, families of transformers by their configurations, and class
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -18,11 +20,15 @@ from transformers import (
     Olmo2Config,
     XLNetConfig,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import AttentionInterface
 
-from hf_longctx import Layout, Segment, patch_model
+from hf_longctx import Layout, LongContextPlugin, LongContextTrainer, Segment, patch_model
 from hf_longctx.models.attention import LayoutAttention
+from hf_longctx.models.loss.head import LayoutForward
 from hf_longctx.models.loss.head_check import refuse_other_logits
 from tests.builders.tiny_models import FAMILIES, TINY, tiny_llama
+from tests.builders.training_runs import arguments, documents, fresh_accelerator_state
 
 AFTER = "changes its logits after the head"
 BEFORE = "changes hidden states before its head"
@@ -153,6 +159,25 @@ def with_set_forward() -> Any:
     return model
 
 
+def with_own_forward() -> Any:
+    model = tiny_llama()
+    own = model.forward
+    model.forward = lambda *args, **kwargs: own(*args, **kwargs)
+    return model
+
+
+def with_autocast() -> Any:
+    fresh_accelerator_state()
+    return Accelerator(cpu=True, mixed_precision="bf16").prepare_model(tiny_llama(), evaluation_mode=True)
+
+
+def with_registered_attention() -> Any:
+    AttentionInterface.register("somebodys", sdpa_attention_forward)
+    model = tiny_llama()
+    model.set_attn_implementation("somebodys")
+    return model
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -163,6 +188,9 @@ def with_set_forward() -> Any:
         (with_scaled_head, "the output head is a ScaledLinear with a forward of its own"),
         (with_hook, "a hook or a forward set on it"),
         (with_set_forward, "a hook or a forward set on it"),
+        (with_own_forward, "forward was set on this LlamaForCausalLM, .* set after patch_model"),
+        (with_autocast, "forward was set on this LlamaForCausalLM, .* before accelerator.prepare_model"),
+        (with_registered_attention, "attention function 'somebodys' was registered by somebody"),
     ],
 )
 def test_no_class_hook_or_head_of_somebody_elses_reaches_the_chunked_loss(make: Callable[[], Any], message: str):
@@ -206,6 +234,19 @@ def test_the_loss_of_a_class_counts_where_its_head_has_more_rows_than_the_vocabu
         return
     with pytest.raises(ValueError, match="the loss of Smoothed"):
         refuse_other_logits(model)
+
+
+def test_a_trainer_takes_off_the_autocast_of_another_one(tmp_path):
+    model = with_autocast()
+    trainer = LongContextTrainer(
+        model,
+        arguments(tmp_path, max_steps=1),
+        train_dataset=documents([7, 5, 9]),
+        plugin=LongContextPlugin(capacity=32),
+    )
+    assert np.isfinite(trainer.train().training_loss)
+    assert isinstance(vars(model)["forward"], LayoutForward)
+    assert not hasattr(model, "_original_forward")
 
 
 def test_what_changes_no_logits_is_let_through():

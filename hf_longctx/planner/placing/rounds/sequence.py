@@ -153,10 +153,10 @@ def fill_one_or_two(
         kept = np.empty(count, np.bool_), np.empty(count, np.int64), np.empty(count, np.int64)
         for first in heights_of(undone[0], halvings, documents, context):
             kept[0][:] = False
-            first_end, held = fill_best_round(np.full(1, first), no_windows, 0, rest, context, kept)
+            first_end, placed = fill_best_round(np.full(1, first), no_windows, 0, rest, context, kept)
             # Where the others, spread evenly over all ranks, would take too long, no second round is searched for.
             left = undone[~kept[0]]
-            if held == 0 or held == count or first_end + time_for(documents.shared[left].sum(), speed) >= limit:
+            if placed == 0 or placed == count or first_end + time_for(documents.shared[left].sum(), speed) >= limit:
                 continue
             height, end = lowest_that_holds_all(
                 documents.least[left[0]], limit - first_end, waiting_of(documents, left), context
