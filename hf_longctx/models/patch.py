@@ -122,7 +122,9 @@ def _refuse_settings(kernel: str, loss_chunk_tokens: int, mlp_tile_tokens: int) 
 def _refuse_replaced(language_model: Any) -> None:
     """Refuse a model whose forward or attention function somebody has replaced by one that would not be called."""
     own = vars(language_model).get("forward")
-    if own is not None and (getattr(own, "__module__", None) or "").split(".")[0] not in SAME_LOSS:
+    # Its globals say where it was written; functools.wraps has it say what it wraps.
+    written_in = getattr(getattr(own, "__func__", own), "__globals__", {}).get("__name__", "")
+    if own is not None and written_in.split(".")[0] not in SAME_LOSS:
         valid = (
             "patch_model(model) before accelerator.prepare_model(model)"
             if hasattr(language_model, "_original_forward")
