@@ -35,8 +35,8 @@ def chosen_checkpoint(asked: Any, checkpoints: list[str], output_dir: Path, rank
                 if Path(checkpoint) != Path(asked) and unfit(checkpoint, ranks) is None
             )
             other = next(others, None)
-            valid = f"{other!r}, or True for the newest valid one" if other else "none in the output directory"
-            raise CheckpointError(f"{problem}. Valid: resume_from_checkpoint={valid}")
+            valid = f"{other!r}, or" if other else '"auto", which begins anew where there is no checkpoint, or'
+            raise CheckpointError(f"{problem}. Valid: resume_from_checkpoint={valid} True for the newest valid one")
         return str(asked)
     problems = []
     for folder in checkpoints:

@@ -23,12 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hf_longctx.data.masks import mask_reason, refuse_masks
+from hf_longctx.data.masks import MASKS, OTHER_NAMES, mask_reason, refuse_masks
 from hf_longctx.data.media import ONLY_TEXT, media_column, refuse_media
 from hf_longctx.data.packed import packed_reason, refuse_packed
 
 IGNORE_INDEX = -100
 """A label that is not learned, as in transformers and torch."""
+READ = ("labels", *MASKS, *OTHER_NAMES)
+"""Columns that say which tokens are learned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,8 +122,11 @@ class LengthIndex:
 
 def is_stored(dataset: Any) -> bool:
     """Return whether rows are what the Arrow table holds; a transform of the user's makes others, and must be left in
-    place."""
-    return isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
+    place, as must a format that leaves out columns that are read."""
+    if not isinstance(dataset, datasets.Dataset) or dataset.format["type"] == "custom":
+        return False
+    left_out = set(dataset.column_names).difference(dataset.format["columns"])
+    return left_out.isdisjoint(READ)
 
 
 def count_label_tokens(dataset: Any, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -60,7 +60,7 @@ def run_micro_batches(
 
     Raises:
         ValueError: the plan was made for another number of ranks; or accelerate would divide losses.
-        TypeError: the model is wrapped for data parallelism, or sharded by somebody else.
+        TypeError: the model is wrapped for data parallelism, sharded by somebody else, or not patched; the step is not planned.
         RuntimeError: ranks have different plans.
         torch.OutOfMemoryError: a micro-batch does not fit into memory; says which, and what to change.
 
@@ -69,6 +69,11 @@ def run_micro_batches(
         micro-batch.
     """
     ranks = exchange.world_size if exchange is not None else 1
+    if not isinstance(step, RankStep):
+        raise TypeError(
+            f"the step is a {type(step).__name__}, and a planned one (RankStep) is needed. Valid: a DataLoader with "
+            "collate_fn=LengthAwareCollator(...)"
+        )
     if step.plan.world_size != ranks:
         raise ValueError(
             f"the plan was made for {step.plan.world_size} ranks, and there are {ranks}: plan the step again for {ranks} ranks"
@@ -127,6 +132,11 @@ def run_micro_batches(
                 **arguments,
             )
             loss = result(output)
+            if loss is None:
+                raise TypeError(
+                    f"the {type(model).__name__} gave no loss: it does not run over layouts. Valid: "
+                    "hf_longctx.patch_model(model) before its first step"
+                )
             if backward is not None:
                 progress.begin_backward()
                 backward(loss)

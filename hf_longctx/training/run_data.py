@@ -174,7 +174,14 @@ class RunData:
     def evaluation_loader(self, eval_dataset: Any = None) -> PlannedDataLoader:
         """Load the steps of a data set, one by name, or the trainer's."""
         trainer = self._trainer
-        dataset = trainer.eval_dataset[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        if isinstance(eval_dataset, str):
+            named = trainer.eval_dataset if isinstance(trainer.eval_dataset, dict) else {}
+            if eval_dataset not in named:
+                raise ValueError(
+                    f"no data set of this trainer is named {eval_dataset!r}. Valid: {', '.join(map(repr, named)) or 'a data set'}"
+                )
+            eval_dataset = named[eval_dataset]
+        dataset = eval_dataset
         dataset = dataset if dataset is not None else trainer.eval_dataset
         if dataset is None:
             raise ValueError("evaluation needs an eval_dataset with a column input_ids")

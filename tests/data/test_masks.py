@@ -76,6 +76,17 @@ def test_a_mask_that_is_none_is_none_and_one_that_cannot_be_read_is_refused():
         assert mask_reason({**TOKENS, "attention_mask": value})
 
 
+def test_columns_that_a_format_leaves_out_are_not_read():
+    row = {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, -100, 4], "attention_mask": [0, 1, 1, 1]}
+    table = Dataset.from_list([row] * 2)
+    for columns, learned in ((["input_ids"], 3), (["input_ids", "labels"], 1)):
+        index = LengthIndex.from_dataset(table.with_format("torch", columns=columns))
+        assert index.lengths.tolist() == [4, 4]
+        assert index.label_tokens.tolist() == [learned] * 2
+    with pytest.raises(ValueError, match="hides tokens"):
+        LengthIndex.from_dataset(table.with_format("torch"))
+
+
 @pytest.mark.parametrize("one", [1, True, 1.0])
 def test_a_mask_that_hides_tokens_from_later_ones_is_refused_beside_labels_too(one: Any):
     zero = type(one)(0)

@@ -182,6 +182,14 @@ def test_a_plan_for_another_number_of_ranks_is_refused(ranks2: RankPool):
     assert ranks2.run(plan_of_other_ranks, 1) == [message.format(1, 2, 2)] * 2
 
 
+def test_a_loop_without_planned_steps_or_a_patched_model_is_told_so():
+    model = MODELS["llama"]()
+    step = LengthAwareCollator(Topology(1, MOST), CostModel.from_config(model.config, CPU_CORE))(documents([20, 9]))
+    for given, message in (({"input_ids": torch.ones(1, 4)}, "the step is a dict, .*RankStep"), (step, "gave no loss")):
+        with pytest.raises(TypeError, match=message):
+            run_micro_batches(model, given, None, torch.device("cpu"), torch.Tensor.backward)  # type: ignore[arg-type]
+
+
 class Wrapped(torch.nn.parallel.DistributedDataParallel):
     """What accelerator.prepare makes of a model, without a process group."""
 

@@ -244,6 +244,8 @@ def evaluated(output_dir: Any, one: Any, two: Any) -> dict[str, float]:
     metrics = trainer.evaluate()
     for name, dataset in (("one", one), ("two", two)):
         metrics |= trainer.evaluate(dataset, metric_key_prefix=name)
+    with pytest.raises(ValueError, match=r"no data set of this trainer is named 'three'\. Valid: 'one', 'two'"):
+        trainer.evaluate("three")
     return metrics
 
 
