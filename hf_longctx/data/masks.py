@@ -11,7 +11,7 @@ anything is read: a mask that is made to leave tokens out is refused there; an a
 everything, waits until its values are seen. Nothing is sent between ranks.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import datasets
@@ -24,6 +24,7 @@ from hf_longctx.data.list_columns import is_list, parts, rows_at
 ATTENTION_MASK = "attention_mask"
 PARTIAL = ("assistant_masks", "completion_mask", "loss_mask", "response_mask")
 """Masks that are made to leave tokens out."""
+Rows = Callable[[np.ndarray, np.ndarray], np.ndarray]
 HIDES = (
     f"column {ATTENTION_MASK!r} hides tokens from those that follow them, as padding on the left does: masks are not read, so "
     "these would be attended to. Valid: documents without padding, which may have any length, or with padding at their end"
@@ -54,7 +55,7 @@ def refuse_masks(dataset: datasets.Dataset, rows: np.ndarray) -> None:
     """
     if "labels" in dataset.column_names:
         if ATTENTION_MASK in dataset.column_names:
-            hides = _rows_that_hide(dataset.data.column(ATTENTION_MASK))[rows]
+            hides = _rows_with(dataset.data.column(ATTENTION_MASK), _hides, _with_zeros_first)[rows]
             if hides.any():
                 raise ValueError(f"row {int(np.argmax(hides))}: {HIDES}")
         return
@@ -63,7 +64,7 @@ def refuse_masks(dataset: datasets.Dataset, rows: np.ndarray) -> None:
             raise ValueError(_renamed(name))
     for name in MASKS:
         if name in dataset.column_names:
-            leaves_out = _rows_with_less(dataset.data.column(name))[rows]
+            leaves_out = _rows_with(dataset.data.column(name), _leaves_out, _with_zeros)[rows]
             if leaves_out.any():
                 raise ValueError(f"row {int(np.argmax(leaves_out))}: {_reason(name)}")
 
@@ -87,57 +88,56 @@ def _leaves_out(mask: Any) -> bool:
     """Return whether a mask holds anything but numbers other than 0; numbers above 1 are looked at by packed.py."""
     if mask is None:
         return False
-    try:
-        values = np.asarray(mask)
-    except (ValueError, TypeError, OverflowError):  # lists of different lengths, for one
-        return True
-    return values.dtype.kind not in "biuf" or not values.all()
+    values = _numbers(mask)
+    return values is None or not values.all()
 
 
 def _hides(mask: Any) -> bool:
     """Return whether a mask has a 0 before something else, or is no row of numbers."""
     if mask is None:
         return False
+    values = _numbers(mask)
+    if values is None or max(values.shape, default=1) < values.size:
+        return True
+    zero = values.reshape(-1) == 0
+    return bool((zero[:-1] & ~zero[1:]).any())
+
+
+def _numbers(mask: Any) -> np.ndarray | None:
+    """A mask as an array; None if it holds anything but numbers."""
     try:
         values = np.asarray(mask)
-    except (ValueError, TypeError, OverflowError):
-        return True
-    if values.dtype.kind not in "biuf":
-        return True
-    values = values.reshape(-1) if 1 in values.shape else values
-    return values.ndim != 1 or bool(((values[:-1] == 0) & (values[1:] != 0)).any())
+    except (ValueError, TypeError, OverflowError):  # lists of different lengths, for one
+        return None
+    return values if values.dtype.kind in "biuf" else None
 
 
-def _rows_that_hide(column: pa.ChunkedArray) -> np.ndarray:
-    """bool [rows]: those whose mask has a 0 before something else."""
-    hides, kind = np.zeros(len(column), bool), column.type
+def _rows_with(column: pa.ChunkedArray, of_row: Callable[[Any], bool], in_zeros: Rows) -> np.ndarray:
+    """bool [rows]: those whose mask `of_row` says yes of.
+
+    Args:
+        in_zeros: the same for many rows: of which values are 0, and of the lengths of the rows.
+    """
+    said, kind = np.zeros(len(column), bool), column.type
     inner = kind.value_type if is_list(kind) else kind
     if pa.types.is_null(inner):
-        return hides
+        return said
     if inner is kind or not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
-        return np.fromiter((_hides(mask.as_py()) for mask in column), bool, len(column))
-    for first, lengths, values in parts(column):
-        lowest = pc.min_max(values)["min"].as_py()
-        if lowest is None or lowest > 0:
-            continue
-        zero = values.to_numpy(zero_copy_only=False) == 0
-        ends = np.flatnonzero(zero[:-1] & ~zero[1:])
-        rows = rows_at(ends, lengths)
-        hides[first + rows[rows == rows_at(ends + 1, lengths)]] = True
-    return hides
-
-
-def _rows_with_less(column: pa.ChunkedArray) -> np.ndarray:
-    """bool [rows]: those whose mask leaves tokens out."""
-    masked, kind = np.zeros(len(column), bool), column.type
-    inner = kind.value_type if is_list(kind) else kind
-    if pa.types.is_null(inner):
-        return masked
-    if inner is kind or not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
-        return np.fromiter((_leaves_out(mask.as_py()) for mask in column), bool, len(column))
+        return np.fromiter((of_row(mask.as_py()) for mask in column), bool, len(column))
     for first, lengths, values in parts(column):
         lowest = pc.min_max(values)["min"].as_py()
         if lowest is not None and lowest <= 0:
-            zeros = np.flatnonzero(values.to_numpy(zero_copy_only=False) == 0)
-            masked[first + rows_at(zeros, lengths)] = True
-    return masked
+            said[first + in_zeros(values.to_numpy(zero_copy_only=False) == 0, lengths)] = True
+    return said
+
+
+def _with_zeros(zero: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64: the rows with a 0."""
+    return rows_at(np.flatnonzero(zero), lengths)
+
+
+def _with_zeros_first(zero: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64: the rows with a 0 before something else."""
+    ends = np.flatnonzero(zero[:-1] & ~zero[1:])
+    rows = rows_at(ends, lengths)
+    return rows[rows == rows_at(ends + 1, lengths)]
