@@ -118,17 +118,17 @@ def _rows_with(column: pa.ChunkedArray, of_row: Callable[[Any], bool], in_zeros:
     Args:
         in_zeros: the same for many rows: of which values are 0, and of the lengths of the rows.
     """
-    said, kind = np.zeros(len(column), bool), column.type
+    chosen, kind = np.zeros(len(column), bool), column.type
     inner = kind.value_type if is_list(kind) else kind
     if pa.types.is_null(inner):
-        return said
+        return chosen
     if inner is kind or not (pa.types.is_integer(inner) or pa.types.is_floating(inner) or pa.types.is_boolean(inner)):
         return np.fromiter((of_row(mask.as_py()) for mask in column), bool, len(column))
     for first, lengths, values in parts(column):
         lowest = pc.min_max(values)["min"].as_py()
         if lowest is not None and lowest <= 0:
-            said[first + in_zeros(values.to_numpy(zero_copy_only=False) == 0, lengths)] = True
-    return said
+            chosen[first + in_zeros(values.to_numpy(zero_copy_only=False) == 0, lengths)] = True
+    return chosen
 
 
 def _with_zeros(zero: np.ndarray, lengths: np.ndarray) -> np.ndarray:

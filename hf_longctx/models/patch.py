@@ -26,8 +26,9 @@ from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
 from hf_longctx.models.traits import Traits
 
-SAME_LOSS = ("trl", "liger_kernel")
-"""Packages whose forwards, set on a model, only compute the cross-entropy without all logits: TRL 1.16's SFTTrainer sets one."""
+SAME_LOSS = ("transformers", "trl", "liger_kernel")
+"""Packages whose forwards, set on a model, compute nothing that ours does not: transformers' runs the stages of a pipeline, that
+of TRL 1.16's SFTTrainer, and Liger's, the cross-entropy without all logits."""
 ATTENTION_OF_TRANSFORMERS = ("eager", "sdpa", "flash_attention", "flex_attention", "paged", NAME)
 """What names of attention functions begin with that compute softmax attention as it is; those of the kernels hub hold a /."""
 ATTENTION_CLASSES = {family.attention: family.layout_attention for family in FAMILIES}
