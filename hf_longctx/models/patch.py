@@ -19,16 +19,15 @@ from hf_longctx.models.general import (
     refuse_random_attention,
     refuse_unreachable,
 )
-from hf_longctx.models.loss.head import head_forward, install_forward, install_head
+from hf_longctx.models.loss.head import LayoutForward, head_forward, install_forward, install_head
 from hf_longctx.models.loss.head_check import needs_own_forward
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
 from hf_longctx.models.traits import Traits
 
-SAME_LOSS = ("transformers", "trl", "liger_kernel")
-"""Packages whose forwards, set on a model, compute nothing that ours does not: transformers' runs the stages of a pipeline, that
-of TRL 1.16's SFTTrainer, and Liger's, the cross-entropy without all logits."""
+SAME_LOSS = ("trl", "liger_kernel")
+"""Packages whose forwards, set on a model, only compute the cross-entropy without all logits: TRL 1.16's SFTTrainer sets one."""
 ATTENTION_OF_TRANSFORMERS = ("eager", "sdpa", "flash_attention", "flex_attention", "paged", NAME)
 """What names of attention functions begin with that compute softmax attention as it is; those of the kernels hub hold a /."""
 ATTENTION_CLASSES = {family.attention: family.layout_attention for family in FAMILIES}
@@ -125,7 +124,8 @@ def _refuse_replaced(language_model: Any) -> None:
     own = vars(language_model).get("forward")
     # Its globals say where it was written; functools.wraps has it say what it wraps.
     written_in = getattr(getattr(own, "__func__", own), "__globals__", {}).get("__name__", "")
-    if own is not None and written_in.split(".")[0] not in SAME_LOSS:
+    is_ours = isinstance(own, LayoutForward)  # of a stage of a pipeline
+    if own is not None and not is_ours and written_in.split(".")[0] not in SAME_LOSS:
         valid = (
             "patch_model(model) before accelerator.prepare_model(model)"
             if hasattr(language_model, "_original_forward")
