@@ -29,7 +29,7 @@ from hf_longctx.models.traits import Traits
 SAME_LOSS = ("trl", "liger_kernel")
 """Packages whose forwards, set on a model, only compute the cross-entropy without all logits: TRL 1.16's SFTTrainer sets one."""
 ATTENTION_OF_TRANSFORMERS = ("eager", "sdpa", "flash_attention", "flex_attention", "paged", NAME)
-"""What names of attention functions begin with that compute softmax attention as it is; those of the kernels hub hold a /."""
+"""Beginnings of the names of attention functions that compute softmax attention as it is; those of the kernels hub hold a /."""
 ATTENTION_CLASSES = {family.attention: family.layout_attention for family in FAMILIES}
 BASE_FORWARDS = {family.base_model: family.base_forward for family in FAMILIES if family.base_forward is not None}
 COMPILED_LAYERS = {
@@ -124,8 +124,9 @@ def _refuse_replaced(language_model: Any) -> None:
     own = vars(language_model).get("forward")
     # Its globals say where it was written; functools.wraps has it say what it wraps.
     written_in = getattr(getattr(own, "__func__", own), "__globals__", {}).get("__name__", "")
-    is_ours = isinstance(own, LayoutForward)  # of a stage of a pipeline
-    if own is not None and not is_ours and written_in.split(".")[0] not in SAME_LOSS:
+    # Ours runs a stage of a pipeline; a hook of accelerate moves inputs to the device of a model loaded in 4 or 8 bits.
+    is_known = isinstance(own, LayoutForward) or hasattr(language_model, "_hf_hook")
+    if own is not None and not is_known and written_in.split(".")[0] not in SAME_LOSS:
         valid = (
             "patch_model(model) before accelerator.prepare_model(model)"
             if hasattr(language_model, "_original_forward")

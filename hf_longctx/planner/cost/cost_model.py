@@ -235,10 +235,8 @@ class CostModel:
     def _work(self, length: Any, ranks: Any) -> tuple[Any, int]:
         """Work in units of 2^k nanoseconds, and k; 0 where the model has units of its own."""
         lengths, sizes = np.asarray(length, np.int64), np.asarray(ranks, np.int64)
-        lengths, sizes = (
-            lengths + 0 * sizes,
-            sizes + 0 * lengths,
-        )  # new arrays of one shape, sooner than by broadcast_arrays
+        # New arrays of one shape, sooner than by broadcast_arrays.
+        lengths, sizes = lengths + 0 * sizes, sizes + 0 * lengths
         model, bits = self, 0
         if self.unit_bits is None and lengths.size:
             longest = float(lengths.max())

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 from torch.nn import functional as F
 from transformers import (
     AutoModelForCausalLM,
@@ -250,6 +251,10 @@ def test_a_trainer_takes_off_the_autocast_of_another_one(tmp_path):
 
 
 def test_what_changes_no_logits_is_let_through():
+    on_a_device = add_hook_to_module(
+        tiny_llama(), AlignDevicesHook(io_same_device=True)
+    )  # as bitsandbytes' models have
+    assert patch_model(on_a_device) is on_a_device
     model = of_class(type("Named", (LlamaForCausalLM,), {}))
     model.lm_head.register_forward_hook(lambda module, inputs, output: None)  # looks
     model.lm_head.bias = torch.nn.Parameter(torch.ones(128))
