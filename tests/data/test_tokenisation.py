@@ -177,7 +177,7 @@ def test_tokens_are_taken_as_they_are(sequence: Any):
         None,
     )
     tokenised = document(
-        SMOLLM2, {"input_ids": sequence([5, 6, 0]), "labels": [-100, 3, -100], "attention_mask": [0, 1, 1]}
+        SMOLLM2, {"input_ids": sequence([5, 6, 0]), "labels": [-100, 3, -100], "attention_mask": [1, 1, 0]}
     )
     assert tokenised.labels is not None
     assert (tokenised.labels.tolist(), tokenised.labels.dtype) == ([-100, 3, -100], np.int32)
