@@ -219,12 +219,18 @@ def leave_unwrapped(accelerator: Any, begin: Callable[[Any], None]) -> None:
 
 
 @torch.no_grad()
-def begin_alike(tensors: Iterable[torch.Tensor], source: int = 0, group: dist.ProcessGroup | None = None) -> None:
-    """Gives every rank of a group (default: all) the values of one global rank, in place; what is in parts (DTensor) stays."""
+def begin_alike(
+    tensors: Iterable[torch.Tensor], device: torch.device, source: int = 0, group: dist.ProcessGroup | None = None
+) -> None:
+    """Gives every rank of a group (default: all) the values of one global rank, in place; what is in parts (DTensor) stays.
+
+    `device`: what ranks send from, one tensor after the other: a model that will be sharded may wait in host memory, from which
+    NCCL sends nothing.
+    """
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             continue
-        sent = tensor.contiguous()
+        sent = tensor.to(device).contiguous()
         dist.broadcast(sent, src=source, group=group)
         if sent is not tensor:
             tensor.copy_(sent)

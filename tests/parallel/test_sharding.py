@@ -249,6 +249,11 @@ def test_bfloat16_is_the_same_in_every_mode(ranks2: RankPool, tmp_path: Path):
         assert sharded.series("grad_norm") == pytest.approx(whole.series("grad_norm"), rel=5e-2), sharding
 
 
+@pytest.mark.parametrize("settings", [{"sharding": kind} for kind in ("ddp", "zero1", "zero3")], ids=str)
+def test_all_ranks_begin_with_the_weights_of_rank_0(ranks2: RankPool, one_process, tmp_path: Path, settings):
+    assert_same(ranks2.run(run, str(tmp_path), own_weights=True, **settings), one_process("llama"))
+
+
 def test_accelerate_s_own_settings_are_taken(ranks2: RankPool, one_process, tmp_path: Path):
     for config in ({"reshard_after_forward": True}, {"reshard_after_forward": False}, {"cpu_offload": True}):
         assert_same(ranks2.run(run, str(tmp_path), fsdp=True, fsdp_config=config), one_process("llama"))

@@ -49,14 +49,18 @@ class PlainSteps:
         """Leave all of it."""
 
     def begin_alike(self, model: Any) -> None:
-        begin_alike(itertools.chain(model.parameters(), model.buffers()))
+        if self._several:
+            begin_alike(itertools.chain(model.parameters(), model.buffers()), self._device)
 
     def begin_trained_alike(self, trained: list[torch.nn.Parameter]) -> None:
         if self._several:
-            begin_alike(trained)
+            begin_alike(trained, self._device)
 
     def shard(self, model: Any, fsdp_plugin: Any) -> None:
-        """Leave it to accelerate, which is told the layers that are there."""
+        """Leave it to accelerate, which is told the layers that are there, and takes parts of each rank's own weights, unless it
+        loads them from rank 0 alone."""
+        if not fsdp_plugin.cpu_ram_efficient_loading:
+            self.begin_alike(model)
         name_layers(model, fsdp_plugin)
 
     def run(self, model: Any, step: RankStep, work: Work) -> torch.Tensor:

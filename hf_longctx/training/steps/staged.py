@@ -125,11 +125,11 @@ class StagedSteps:
     def begin_alike(self, model: torch.nn.Module) -> None:
         """Give every process the weights of the first of its stages' ranks; tied embeddings are rank 0's."""
         tensors = [*model.parameters(), *model.buffers()]
-        begin_alike(tensors, self._block[0], self._group)
-        begin_alike(self._tied(model), 0, self._ends)
+        begin_alike(tensors, self._compute, self._block[0], self._group)
+        begin_alike(self._tied(model), self._compute, 0, self._ends)
 
     def begin_trained_alike(self, trained: list[torch.nn.Parameter]) -> None:
-        begin_alike(trained, self._block[0], self._group)
+        begin_alike(trained, self._compute, self._block[0], self._group)
 
     def shard(self, model: Any, fsdp_plugin: Any) -> None:
         """Shard over the processes of this stage by FSDP2: accelerate would shard over all."""

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed.configuration_utils import DistributedConfig
@@ -52,6 +53,7 @@ def run(
     planner: str = "hdp",
     stages: int = 1,
     frozen: Sequence[str] = (),
+    own_weights: bool = False,
     build: dict[str, Any] | None = None,
     plugin: dict[str, Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
@@ -59,7 +61,8 @@ def run(
     **settings: Any,
 ) -> Run:
     """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded; else one of MODELS, made with
-    the fields `build` of its configuration. `plugin`: more of its fields."""
+    the fields `build` of its configuration. `plugin`: more of its fields. `own_weights`: all ranks but the first have other
+    weights than that, as where a script sets no seed."""
     if mesh is not None:
         assert folder is not None
         load = from_pretrained if "pp_size" in mesh else AutoModelForCausalLM.from_pretrained
@@ -68,6 +71,10 @@ def run(
         built = ANY_MODELS[model](**(build or {}))
     if frozen:
         freeze(built, frozen)
+    if own_weights:
+        with torch.no_grad():
+            for weight in built.parameters():
+                weight += 0.05 * int(os.environ["RANK"])
     if adapter != "full":
         lora = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **ADAPTERS[adapter])
         built = get_peft_model(built, lora)
