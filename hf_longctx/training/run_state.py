@@ -36,6 +36,9 @@ OPTIMIZER_SETTINGS = {
 }
 """Fields of TrainingArguments that may change where a run is resumed -> what an optimizer's groups call them."""
 
+SCHEDULE_SETTINGS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm")
+"""Fields of TrainingArguments that may change there too: learning rates follow from them, or what gradients are clipped to."""
+
 
 @dataclass(eq=False)
 class RunState(TrainerCallback, ExportableState):
@@ -76,6 +79,8 @@ class RunState(TrainerCallback, ExportableState):
     """what texts and conversations were made into documents as (data/tokenisation.py); None: not known"""
     optimizer: dict[str, float] | None = None
     """fields of OPTIMIZER_SETTINGS, and what they are; None: the checkpoint is older than this field"""
+    schedule: dict[str, str] | None = None
+    """the same of SCHEDULE_SETTINGS, in words"""
 
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
@@ -137,17 +142,23 @@ class RunState(TrainerCallback, ExportableState):
                 f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
                 "on the run has other noise than it began with, of the same size"
             )
-        kept = {name: getattr(self, name) for name in ("weights", *HALF, "frozen", "base", "data_version", "optimizer")}
+        own = ("weights", *HALF, "frozen", "base", "data_version", "optimizer", "schedule")
+        kept = {name: getattr(self, name) for name in own}
         self.__dict__.update(asdict(saved) | kept)
 
     def changed_settings(self, checkpoint: Path) -> set[str]:
         """Return what an optimizer's groups call the settings that a checkpoint was trained with other values of, and say so."""
-        before, now = recorded(checkpoint, "optimizer") or {}, self.optimizer or {}
-        changed = [name for name in now if name in before and before[name] != now[name]]
-        if changed:
-            settings = ", ".join(f"{name} {before[name]:g} -> {now[name]:g}" for name in changed)
+        changes: dict[str, str] = {}
+        for kind, now in (("optimizer", self.optimizer), ("schedule", self.schedule)):
+            before = recorded(checkpoint, kind) or {}
+            for name, value in (now or {}).items():
+                if name in before and before[name] != value:
+                    old, new = (f"{one:g}" if isinstance(one, float) else one for one in (before[name], value))
+                    changes[name] = f"{name} {old} -> {new}"
+        if changes:
+            settings = ", ".join(changes.values())
             logger.warning(f"going on from {checkpoint} with other settings of the optimizer: {settings}")
-        return {OPTIMIZER_SETTINGS[name] for name in changed}
+        return {OPTIMIZER_SETTINGS[name] for name in changes if name in OPTIMIZER_SETTINGS}
 
     def refuse_other_base(self, checkpoint: Path, ranks: Ranks) -> None:
         """Raise ValueError on all ranks where adapters would go on upon other weights than rank 0 had before. Collective."""
@@ -171,6 +182,12 @@ class RunState(TrainerCallback, ExportableState):
         mixtures = [None if state.weights is None else tuple(map(tuple, state.weights)) for state in (self, saved)]
         until_now = [_passes(mixture, epoch) for mixture in mixtures]
         return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
+
+
+def schedule_in_words(args: Any) -> dict[str, str]:
+    """Return SCHEDULE_SETTINGS and what they are in TrainingArguments."""
+    values = ((name, getattr(args, name)) for name in SCHEDULE_SETTINGS)
+    return {name: str(getattr(value, "value", value)) for name, value in values}  # of an enumeration, its value
 
 
 def recorded(folder: Path, name: str, before: Any = None) -> Any:

@@ -222,6 +222,17 @@ def test_a_run_that_is_resumed_with_other_settings_has_them_from_the_next_step_o
     assert "-> 0.02, weight_decay 0 -> 0.25" in caplog.text
 
 
+def test_another_schedule_where_a_run_is_resumed_is_said(tmp_path, caplog):
+    run_on(1, None, tmp_path, settings={"max_steps": 1, "lr_scheduler_type": "constant"})
+    checkpoint = str(tmp_path / "checkpoint-1")
+    run_on(1, None, tmp_path, settings={"max_steps": 2, "lr_scheduler_type": "constant"}, resume=checkpoint)
+    assert "going on from" not in caplog.text
+    changed = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}, "max_grad_norm": 0.5}
+    run_on(1, None, tmp_path / "on", settings={"max_steps": 2} | changed, resume=checkpoint)
+    for said in ("lr_scheduler_type constant -> cosine", "num_cycles", "max_grad_norm 1.0 -> 0.5"):
+        assert said in caplog.text
+
+
 def test_another_learning_rate_is_refused_where_rates_follow_from_what_was_measured():
     weight = torch.nn.Parameter(torch.zeros(1))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([weight], lr=0.1))
