@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from hf_longctx.models.attention import refuse_unsafe_rope
 from hf_longctx.models.loss.head_check import OtherLoss, needs_own_forward, refuse_loss_of_its_own
-from hf_longctx.models.loss.own_logits import hidden_width, own_output
+from hf_longctx.models.loss.own_logits import hidden_dtype, hidden_width, own_output
 
 logger = logging.get_logger(__name__)
 
@@ -110,7 +110,7 @@ def find_base(model: Any) -> None:
         model.__dict__ |= dict(zip(noted, (names[id(part)], width)))
         try:
             with torch.no_grad():
-                own_output(model, torch.zeros(1, 2, width, dtype=model.dtype, device=model.device))
+                own_output(model, torch.zeros(1, 2, width, dtype=hidden_dtype(model), device=model.device))
             return
         except Exception as error:  # of modeling code that is given something else than it expects
             problems.append(f"{names[id(part)]}: {type(error).__name__}: {str(error)[:200]}")

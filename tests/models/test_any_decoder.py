@@ -185,6 +185,22 @@ def test_a_model_without_a_base_model_is_refused_with_the_reason():
         refuse_unreachable(WithoutBase(DbrxConfig(hidden_size=64)))
 
 
+def test_embeddings_may_be_in_another_dtype_than_the_head():
+    model = tiny_general("qwen3", torch.float32, tie_word_embeddings=False)
+    model.get_input_embeddings().bfloat16()
+    ids = torch.arange(23)[None]
+    right = model(input_ids=ids, labels=ids, use_cache=False).loss
+    patch_model(model)
+    loss = model(
+        input_ids=ids,
+        layout=Layout({0: (Segment(0, 0, 23),)}),
+        shift_labels=torch.nn.functional.pad(ids[:, 1:], (0, 1), value=-100),
+        num_items_in_batch=22,
+        num_tokens_in_batch=23,
+    ).loss
+    torch.testing.assert_close(loss.float(), right.float())
+
+
 @pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
 def test_the_router_loss_is_that_of_each_document(family: str):
     model = tiny_general(family, torch.float64, output_router_logits=True, router_aux_loss_coef=0.5)

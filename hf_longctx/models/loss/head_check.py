@@ -25,6 +25,7 @@ from hf_longctx.models.loss.own_logits import (
     OutputOfBase,
     StandIn,
     base_of,
+    hidden_dtype,
     hidden_width,
     own_logits,
     own_output,
@@ -72,7 +73,7 @@ def _refuse_other_rows(model: Any, reason: OtherLogits) -> None:
     if any(parameter.is_meta for parameter in model.parameters()):
         return
     hidden = torch.randn(1, ROWS, hidden_width(model), generator=torch.Generator().manual_seed(0)).to(
-        model.device, model.dtype
+        model.device, hidden_dtype(model)
     )
     ids = torch.arange(ROWS, device=hidden.device)[None]
     keywords = {FIELD: False} if takes_field(model) else {}
@@ -108,7 +109,7 @@ def refuse_other_logits(model: Any) -> None:
     def drawn(width: int) -> torch.Tensor:
         decades = torch.rand(1, ROWS, width, generator=generator) * (LARGEST_DECADE - SMALLEST_DECADE) + SMALLEST_DECADE
         signs = torch.randint(0, 2, (1, ROWS, width), generator=generator) * 2 - 1
-        return (signs * 10**decades).to(device, model.dtype)
+        return (signs * 10**decades).to(device, hidden_dtype(model))
 
     hidden = drawn(hidden_width(model))
     # Where a head has other rows than the vocabulary (padding), the class's own loss is asked with as many logits as it expects.

@@ -85,6 +85,13 @@ def hidden_width(model: Any) -> int:
     return getattr(head, "in_features", None) or model.config.get_text_config().hidden_size
 
 
+def hidden_dtype(model: Any) -> torch.dtype:
+    """The dtype of what the head takes, which need not be that of the first weights: embeddings may be in another."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    known = isinstance(weight, torch.Tensor) and weight.is_floating_point()
+    return weight.dtype if known else model.dtype
+
+
 def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
     """Return what the class's forward returns for hidden states [1, T, H] of its base model: logits [1, T, V] and more.
 
