@@ -32,6 +32,7 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -42,6 +43,7 @@ from hf_longctx.settings.longctx import LongContextPlugin
 
 MOST_PADDED = 1.25
 """Rows that ranks hold together over those that a weight has, up to which it is spread along them."""
+OF_FSDP_1 = "LongContextTrainer: FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"
 
 
 class ShardedModel:
@@ -102,9 +104,14 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
     """Makes accelerate shard the model where FSDP2 is asked for, by `settings` or by its own configuration.
 
     accelerate takes FSDP for accelerators only; it runs on CPUs (gloo) as well.
+
+    Raises:
+        ValueError: its configuration asks for FSDP1, or for parts that planned steps do not run.
     """
     state = accelerator.state
     configured = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if configured and os.environ.get("FSDP_VERSION", "1" if settings is None else "2") == "1":
+        raise ValueError(OF_FSDP_1)
     if state.distributed_type == DistributedType.MULTI_CPU and (settings is not None or configured):
         state.fsdp_plugin = FullyShardedDataParallelPlugin(**settings or {})
         if isinstance(state.fsdp_plugin.cpu_offload, CPUOffloadPolicy):
@@ -113,6 +120,11 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
         state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
     plugin = getattr(state, "fsdp_plugin", None)
     if plugin is not None and plugin.fsdp_version == 2:
+        if plugin.auto_wrap_policy is size_based_auto_wrap_policy:
+            raise ValueError(
+                f"LongContextTrainer: FSDP's auto_wrap_policy SIZE_BASED_WRAP (parts of {plugin.min_num_params} weights) takes "
+                "parts inside layers, whose weights are used beside them too. Valid: TRANSFORMER_BASED_WRAP, or NO_WRAP"
+            )
         shard_evenly(accelerator)
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(state.mixed_precision)
         if half is not None:
@@ -204,6 +216,27 @@ def name_layers(model: Any, fsdp_plugin: Any) -> None:
         fsdp_plugin.transformer_cls_names_to_wrap = sorted(listed & {type(part).__name__ for part in model.modules()})
 
 
+def refuse_mixed_dtypes(model: Any, fsdp_plugin: Any) -> None:
+    """Raise ValueError where one part of FSDP2 would train weights of several dtypes, which it gathers as one; in half precision
+    accelerate makes all of them float32 first."""
+    policy, layers = fsdp_plugin.mixed_precision_policy, set(fsdp_plugin.transformer_cls_names_to_wrap or ())
+    if policy is not None and policy.param_dtype is not None:
+        return
+    parts = [part for part in model.modules() if type(part).__name__ in layers]
+    inside = {id(weight) for part in parts for weight in part.parameters()}
+    groups = [list(part.named_parameters()) for part in parts]
+    groups.append([(name, weight) for name, weight in model.named_parameters() if id(weight) not in inside])
+    for group in groups:
+        example_of = {weight.dtype: name for name, weight in group if weight.requires_grad}
+        if len(example_of) > 1:
+            shown = ", ".join(f"{name} in {str(dtype).removeprefix('torch.')}" for dtype, name in example_of.items())
+            raise ValueError(
+                f"LongContextTrainer: a model whose trained weights have several dtypes ({shown}) was to be sharded, and FSDP2 "
+                "gathers the weights of a layer as one. Valid: bf16=True, which keeps all of them in float32 and computes in "
+                "bfloat16, a model in one dtype, or sharding='ddp'"
+            )
+
+
 def leave_unwrapped(accelerator: Any, begin: Callable[[Any], None]) -> None:
     """Have accelerate leave a model as it is where every rank holds whole weights: prepared without DDP, whose buckets would hold
     all gradients once more and never be used, because planned steps sum gradients themselves. `begin` gives all ranks the same
@@ -247,9 +280,7 @@ def sharding_of(setting: str, processes: int, model: Any, state: Any) -> Shardin
     """
     fsdp = getattr(state, "fsdp_plugin", None)
     if fsdp is not None and fsdp.fsdp_version != 2:
-        raise ValueError(
-            "LongContextTrainer: FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"
-        )
+        raise ValueError(OF_FSDP_1)
     reshards = None if fsdp is None else bool(fsdp.reshard_after_forward)
     launched = str(state.distributed_type)
     return resolved_sharding(setting, processes, reshards=reshards, loaded=is_sharded(model), launched=launched)

@@ -6,9 +6,11 @@ enough that ranks run different numbers of micro-batches, some of them none in a
 """
 
 import itertools
+import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -19,11 +21,12 @@ from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.parallel.sharding import even_placement, name_layers
+from hf_longctx.parallel.sharding import even_placement, name_layers, refuse_mixed_dtypes
 from hf_longctx.training.memory.capacity import memory_model
 from tests.builders.training.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
 from tests.builders.training_runs import (
     MODELS,
+    RecordingTrainer,
     Run,
     arguments,
     documents,
@@ -275,6 +278,57 @@ def test_settings_that_contradict_each_other(ranks2: RankPool, tmp_path: Path):
     ):
         for message in ranks2.run(refused, str(tmp_path), settings):
             assert rule in message
+
+
+class LaunchedTrainer(RecordingTrainer):
+    """One under an environment as `accelerate launch` exports it for FSDP."""
+
+    environment: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        os.environ.update({"ACCELERATE_USE_FSDP": "true"} | self.environment)
+        super().__init__(*args, **kwargs)
+
+
+class OfVersion1(LaunchedTrainer):
+    environment: ClassVar = {"FSDP_VERSION": "1"}
+
+
+class OfSizes(LaunchedTrainer):
+    environment: ClassVar = {
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP",
+        "FSDP_MIN_NUM_PARAMS": "2000",
+    }
+
+
+@pytest.mark.parametrize(
+    ("launched", "sharding", "rule"),
+    [
+        (OfVersion1, "auto", "FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"),
+        (OfVersion1, "zero3", "FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"),
+        (OfSizes, "auto", "SIZE_BASED_WRAP .parts of 2000 weights. .* Valid: TRANSFORMER_BASED_WRAP, or NO_WRAP"),
+    ],
+)
+def test_what_a_launcher_asks_of_fsdp_and_cannot_be_honoured(
+    ranks2: RankPool, tmp_path: Path, launched, sharding, rule
+):
+    for message in ranks2.run(refused, str(tmp_path), {"sharding": sharding, "trainer_class": launched}):
+        assert re.search(rule, message)
+
+
+def test_weights_of_several_dtypes_in_a_part_are_refused_by_name(ranks2: RankPool, tmp_path: Path):
+    settings = {"sharding": "zero3", "wider": ("norm",)}
+    for message in ranks2.run(refused, str(tmp_path), settings):
+        assert re.search(
+            r"several dtypes \(.*proj\.weight in float32, .*norm.* in float64\).* Valid: bf16=True", message
+        )
+    layer, rest = [MODELS["llama"]() for _ in range(2)]
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
+    for model, parts in ((layer, [layer.model.layers[1]]), (rest, [*rest.children(), rest.model.layers])):
+        for part in parts:  # whole parts, each in one dtype
+            part.double() if part is not rest.model.layers else part.float()
+        refuse_mixed_dtypes(model, plugin)
 
 
 def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, Any]:

@@ -88,8 +88,10 @@ def hidden_width(model: Any) -> int:
 def hidden_dtype(model: Any) -> torch.dtype:
     """The dtype of what the head takes, which need not be that of the first weights: embeddings may be in another."""
     weight = getattr(model.get_output_embeddings(), "weight", None)
-    known = isinstance(weight, torch.Tensor) and weight.is_floating_point()
-    return weight.dtype if known else model.dtype
+    if isinstance(weight, torch.Tensor) and weight.is_floating_point():
+        return weight.dtype
+    dtype: torch.dtype = model.dtype
+    return dtype
 
 
 def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:

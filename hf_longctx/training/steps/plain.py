@@ -11,7 +11,7 @@ from hf_longctx.data.collator import RankStep
 from hf_longctx.models.loss.balance import has_field
 from hf_longctx.models.stages import refuse_other_cut
 from hf_longctx.parallel.reduction import sum_step
-from hf_longctx.parallel.sharding import begin_alike, name_layers
+from hf_longctx.parallel.sharding import begin_alike, name_layers, refuse_mixed_dtypes
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.execution import run_micro_batches
@@ -62,6 +62,7 @@ class PlainSteps:
         if not fsdp_plugin.cpu_ram_efficient_loading:
             self.begin_alike(model)
         name_layers(model, fsdp_plugin)
+        refuse_mixed_dtypes(model, fsdp_plugin)
 
     def run(self, model: Any, step: RankStep, work: Work) -> torch.Tensor:
         arguments = dict(work.arguments)

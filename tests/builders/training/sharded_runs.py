@@ -54,6 +54,7 @@ def run(
     stages: int = 1,
     frozen: Sequence[str] = (),
     own_weights: bool = False,
+    wider: Sequence[str] = (),
     build: dict[str, Any] | None = None,
     plugin: dict[str, Any] | None = None,
     callbacks: Sequence[TrainerCallback] = (),
@@ -62,7 +63,7 @@ def run(
 ) -> Run:
     """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded; else one of MODELS, made with
     the fields `build` of its configuration. `plugin`: more of its fields. `own_weights`: all ranks but the first have other
-    weights than that, as where a script sets no seed."""
+    weights than that, as where a script sets no seed. `wider`: parts of the names of weights in float64."""
     if mesh is not None:
         assert folder is not None
         load = from_pretrained if "pp_size" in mesh else AutoModelForCausalLM.from_pretrained
@@ -71,6 +72,9 @@ def run(
         built = ANY_MODELS[model](**(build or {}))
     if frozen:
         freeze(built, frozen)
+    for name, weight in built.named_parameters():
+        if any(part in name for part in wider):
+            weight.data = weight.data.double()
     if own_weights:
         with torch.no_grad():
             for weight in built.parameters():
