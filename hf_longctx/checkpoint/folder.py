@@ -110,6 +110,8 @@ class Manifest(_Entry):
             raise CheckpointError(f"{path} has {size} bytes, more than any manifest needs ({LARGEST_MANIFEST})")
         try:
             content = json.loads(path.read_bytes())
+            if not isinstance(content, dict):
+                raise CheckpointError(f"{path} is corrupt: it holds no JSON object")
             checksum = content.pop("checksum", None)
             if checksum != _checksum(content):
                 raise CheckpointError(f"{path} is corrupt: its checksum is {checksum}, its content's is another")
@@ -238,7 +240,13 @@ def share(folder: Path) -> None:
 
 def commit(writing: Path, final: Path) -> None:
     """Gives a folder that is complete its name. What callbacks have left in a folder of that name meanwhile joins it; an
-    older checkpoint of the same step is replaced, whichever trainer wrote it: who loads a folder may prefer files of that one."""
+    older checkpoint of the same step is replaced, whichever trainer wrote it: who loads a folder may prefer files of that one.
+
+    Raises:
+        CheckpointError: something else has its name.
+    """
+    if final.is_file():
+        raise CheckpointError(f"{final} is a file, where a checkpoint was to be. Move it away")
     sync(writing)
     replaced = final.with_name(REPLACED + final.name)
     _remove(replaced)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx.checkpoint import folder as folders
 from hf_longctx.checkpoint.boxes import Box
-from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, Manifest, problem_of
+from hf_longctx.checkpoint.folder import MANIFEST, CheckpointError, Manifest, begin, commit, problem_of
 from hf_longctx.checkpoint.pinned import PinnedSlabs
 from hf_longctx.checkpoint.rank_messages import Ranks
 from hf_longctx.checkpoint.reader import CheckpointReader
@@ -129,6 +129,21 @@ def test_leftovers_of_a_crash_go_and_a_checkpoint_that_was_just_being_replaced_c
     continued = resumed(copied, saved)
     assert not continued.held, "it had been complete"
     assert not [path for path in copied.iterdir() if path.name.startswith(".")]
+
+
+def test_a_file_with_the_name_of_a_checkpoint_stays_and_is_named(tmp_path):
+    taken = tmp_path / "checkpoint-4"
+    taken.write_text("mine")
+    writing = begin(taken)
+    with pytest.raises(CheckpointError, match="checkpoint-4 is a file, where a checkpoint was to be"):
+        commit(writing, taken)
+    assert taken.read_text() == "mine"
+
+
+def test_a_manifest_that_is_no_object_is_corrupt(copied):
+    (copied / "checkpoint-4" / MANIFEST).write_text("[]")
+    with pytest.raises(CheckpointError, match="is corrupt: it holds no JSON object"):
+        Manifest.read(copied / "checkpoint-4")
 
 
 def test_a_run_that_goes_back_is_the_one_that_auto_goes_on_with(copied):

@@ -108,7 +108,7 @@ def test_planners_are_compared_on_the_same_documents():
 
 def test_sizes_and_axes():
     assert [size_of(text, "--x") for text in ("7", "256K", "2M", "1m", "1_000")] == [7, 2**18, 2**21, 2**20, 1000]
-    for wrong in ("", "M", "0", "-1", "2.5M", "2G", "two"):
+    for wrong in ("", "M", "0", "-1", "2.5M", "2G", "two", "2000000M"):
         with pytest.raises(
             ValueError, match=rf"--tokens '{wrong}' is no number of tokens; valid: .* 262144, 256K or 2M"
         ):

@@ -5,7 +5,9 @@ from typing import Any
 
 import typer
 
-from hf_longctx.settings.fields import THOUSANDS
+from hf_longctx.settings.fields import MOST_TOKENS, THOUSANDS
+
+VALID = f"to {MOST_TOKENS}, as in 262144, 256K or 2M"
 
 
 def token_count(least: int = 1) -> Callable[[Any], int]:
@@ -16,10 +18,8 @@ def token_count(least: int = 1) -> Callable[[Any], int]:
             size = given if isinstance(given, int) else read_size(given)
         except ValueError:
             size = least - 1
-        if size < least:
-            raise typer.BadParameter(
-                f"{given!r} is no number of tokens; valid: a whole number >= {least}, as in 262144, 256K or 2M"
-            )
+        if not least <= size <= MOST_TOKENS:
+            raise typer.BadParameter(f"{given!r} is no number of tokens; valid: a whole number from {least} {VALID}")
         return size
 
     return tokens
@@ -37,8 +37,6 @@ def size_of(text: str, option: str) -> int:
         size = read_size(text)
     except ValueError:
         size = 0
-    if size < 1:
-        raise ValueError(
-            f"{option} {text!r} is no number of tokens; valid: a whole number >= 1, as in 262144, 256K or 2M"
-        )
+    if not 1 <= size <= MOST_TOKENS:
+        raise ValueError(f"{option} {text!r} is no number of tokens; valid: a whole number from 1 {VALID}")
     return size
