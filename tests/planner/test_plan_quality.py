@@ -176,6 +176,15 @@ def test_documents_that_lie_alone_count_a_whole_micro_batch():
     assert plan.summary().balance < 1.02
 
 
+def test_few_documents_of_many_ranks_are_planned_in_rounds_too():
+    """Each needs 57 of 100 ranks on average. In groups that wait for one another they end at 1.085 times the bound."""
+    rng = np.random.default_rng(1)
+    lengths = np.clip(rng.lognormal(np.log(50_000), 1.5, 60), 1, 100_000).astype(np.int64)
+    plan = plan_step(lengths, Topology(100, 1000, ranks_per_node=8), GPU_COST, "async")
+    plan.check(lengths)
+    assert plan.summary().balance < 1.06
+
+
 @pytest.mark.parametrize("mode", ["async", "lockstep"])
 def test_many_members_on_ranks_of_many_kinds_are_planned_by_speed_too(mode, monkeypatch):
     rng = np.random.default_rng(0)
