@@ -329,8 +329,10 @@ def test_a_draw_is_explained(monkeypatch, capsys):
     import any_lengths
 
     monkeypatch.setattr(sys, "argv", ["any_lengths.py", "--seed", "2"])
+    monkeypatch.setattr(any_lengths, "SEARCH_SECONDS", 2.0)
     assert any_lengths.main() in (0, 1)
     shown = capsys.readouterr().out
     assert shown.startswith("seed 2: ")
     assert "async: " in shown
     assert "lockstep: " in shown
+    assert "a search of 2 s that may place ranks anywhere ends at" in shown
