@@ -9,6 +9,7 @@ the default group's patience ends, whichever is shorter: the plugin's stall_time
 """
 
 import math
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -48,6 +49,40 @@ def agree_on_plan(digest: int, device: torch.device, leave: bool = False) -> boo
             "of your own, leave the data loader out of accelerator.prepare, which would give each rank other batches"
         )
     return bool(any_leaves)
+
+
+_alike: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+"""Models of this process whose weights all ranks have compared."""
+
+
+@torch.no_grad()
+def agree_on_weights(model: torch.nn.Module, device: torch.device) -> None:
+    """Makes sure, once for each model, that all ranks hold the same weights: the first, the middle and the last value of each are
+    compared. Weights in parts (DTensor) are left out.
+
+    Raises:
+        RuntimeError: on every rank, they differ.
+    """
+    if model in _alike or not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    whole = {name: weight for name, weight in model.named_parameters() if not isinstance(weight, DTensor)}
+    samples = [
+        weight.data.reshape(-1)[[0, weight.numel() // 2, -1]].to(device, torch.float64)
+        for weight in whole.values()
+        if weight.numel()
+    ]
+    sample = torch.stack(samples).nan_to_num() if samples else torch.zeros(1, 3, dtype=torch.float64, device=device)
+    largest, smallest = largest_over_ranks(torch.stack([sample, -sample]))
+    differs = (largest != -smallest).any(dim=1).tolist()
+    if any(differs):
+        names = [name for name, weight in whole.items() if weight.numel()]
+        raise RuntimeError(
+            f"the ranks hold different weights: {sum(differs)} of {len(differs)} that were compared, "
+            f"{names[differs.index(True)]} among them. Gradients that are summed over ranks would be those of no model; nothing "
+            "was run. Valid: the same checkpoint on every rank, or torch.manual_seed with the same seed before the model and its "
+            "adapters are made"
+        )
+    _alike.add(model)
 
 
 REQUESTS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")

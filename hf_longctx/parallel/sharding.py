@@ -263,10 +263,11 @@ def begin_alike(
     for tensor in tensors:
         if isinstance(tensor, DTensor):
             continue
-        sent = tensor.to(device).contiguous()
+        own = tensor.data  # packed weights have a `to` of their own, which packs
+        sent = own.to(device).contiguous()
         dist.broadcast(sent, src=source, group=group)
-        if sent is not tensor:
-            tensor.copy_(sent)
+        if sent is not own:
+            own.copy_(sent)
 
 
 def sharding_of(setting: str, processes: int, model: Any, state: Any) -> Sharding:

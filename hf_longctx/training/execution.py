@@ -22,7 +22,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import RankStep, idle_micro_batch
 from hf_longctx.models.loss.balance import has_field
-from hf_longctx.parallel.reduction import agree_on_plan
+from hf_longctx.parallel.reduction import agree_on_plan, agree_on_weights
 from hf_longctx.parallel.sharding import ShardedModel
 from hf_longctx.supervision.device_trail import Wait
 from hf_longctx.supervision.progress import Progress
@@ -56,12 +56,13 @@ def run_micro_batches(
         offload: share of it that waits in host memory at least, 0 to 1.
         progress: notes where this rank is; default: the exchange's.
         result: takes from the output of a forward what is summed up and differentiated, a scalar.
-        agreed: whether ranks have compared their plans already. Otherwise they do so first, where the exchange is of all ranks.
+        agreed: whether ranks have compared their plans and weights already. Otherwise they do so first, where the exchange is of
+            all ranks.
 
     Raises:
         ValueError: the plan was made for another number of ranks; or accelerate would divide losses.
         TypeError: the model is wrapped for data parallelism, sharded by somebody else, or not patched; the step is not planned.
-        RuntimeError: ranks have different plans.
+        RuntimeError: ranks have different plans, or different weights.
         torch.OutOfMemoryError: a micro-batch does not fit into memory; says which, and what to change.
 
     Returns:
@@ -95,6 +96,7 @@ def run_micro_batches(
         )
     if not agreed and ranks > 1 and dist.get_world_size() == ranks:
         agree_on_plan(step.fingerprint, device)
+        agree_on_weights(model, device)
     total = torch.zeros((), dtype=torch.float64, device=device)
     rank = exchange.rank if exchange is not None else 0
     micro_batches = list(step.micro_batches)

@@ -206,6 +206,8 @@ def steps_of_a_loop(kind: str) -> str:
     backward = Accelerator(gradient_accumulation_steps=3).backward if kind == "divided" else None
     if kind in ("sharded", "summed in parts"):
         fully_shard(model)
+    if kind == "other weights":
+        model.model.layers[1].mlp.up_proj.weight.data[-1, -1] += rank
     try:
         if kind == "summed in parts":
             sum_step(model.parameters(), torch.zeros(1, dtype=torch.float64))
@@ -221,6 +223,10 @@ def steps_of_a_loop(kind: str) -> str:
     [
         ("the same", "^$"),
         ("other batches", r"the ranks planned different steps: .*leave the data loader out of accelerator\.prepare"),
+        (
+            "other weights",
+            r"the ranks hold different weights: 1 of \d+ that were compared, model\.layers\.1\.mlp\.up_proj\.weight among",
+        ),
         ("wrapped", r"model is a Wrapped.*in place of accelerator\.prepare"),
         (
             "sharded",
