@@ -229,8 +229,8 @@ def test_another_schedule_where_a_run_is_resumed_is_said(tmp_path, caplog):
     assert "going on from" not in caplog.text
     changed = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}, "max_grad_norm": 0.5}
     run_on(1, None, tmp_path / "on", settings={"max_steps": 2} | changed, resume=checkpoint)
-    for said in ("lr_scheduler_type constant -> cosine", "num_cycles", "max_grad_norm 1.0 -> 0.5"):
-        assert said in caplog.text
+    for line in ("lr_scheduler_type constant -> cosine", "num_cycles", "max_grad_norm 1.0 -> 0.5"):
+        assert line in caplog.text
 
 
 def test_another_learning_rate_is_refused_where_rates_follow_from_what_was_measured():
