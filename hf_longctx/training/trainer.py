@@ -394,6 +394,8 @@ class LongContextMixin(_Trainer):
         self.checkpoints.refuse_what_cannot_be_saved()
         self.progress.begin("callbacks")
         bare_model = self.accelerator.unwrap_model(self.model)
+        if not hasattr(Trainer, "_sync_replicated_trainable_parameters"):  # which calls it otherwise
+            self._sync_replicated_trainable_parameters(bare_model)
         self._while_training.enter_context(follow_layers(bare_model, self.progress))
         noise = noisy_embeddings(bare_model, self.args.neftune_noise_alpha)
         self._noise = self._while_training.enter_context(noise)

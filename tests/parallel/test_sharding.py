@@ -144,7 +144,7 @@ def test_adapters_on_a_model_sharded_as_it_was_loaded(
     skip_unless_loaded(mesh)
     MODELS[model]().save_pretrained(tmp_path / "model")
     options = {"folder": str(tmp_path / "model"), "mesh": mesh, "sharding": sharding, "adapter": "lora"}
-    assert_same(ranks2.run(run, str(tmp_path), model=model, **options), one_process(model, "lora"))
+    assert_same(ranks2.run(run, str(tmp_path), model=model, own_weights=True, **options), one_process(model, "lora"))
 
 
 @pytest.mark.skipif(SPREADS_MODELS, reason="this transformers' Trainer knows that the model is sharded")

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TrainerCallback
 from transformers.distributed.configuration_utils import DistributedConfig
 
@@ -62,8 +63,8 @@ def run(
     **settings: Any,
 ) -> Run:
     """Trains on this rank; with a mesh, the model saved in `folder`, sharded as it is loaded; else one of MODELS, made with
-    the fields `build` of its configuration. `plugin`: more of its fields. `own_weights`: all ranks but the first have other
-    weights than that, as where a script sets no seed. `wider`: parts of the names of weights in float64."""
+    the fields `build` of its configuration. `plugin`: more of its fields. `own_weights`: of what is trained and whole, all ranks
+    but the first have other values, as where a script sets no seed. `wider`: parts of the names of weights in float64."""
     if mesh is not None:
         assert folder is not None
         load = from_pretrained if "pp_size" in mesh else AutoModelForCausalLM.from_pretrained
@@ -75,13 +76,14 @@ def run(
     for name, weight in built.named_parameters():
         if any(part in name for part in wider):
             weight.data = weight.data.double()
-    if own_weights:
-        with torch.no_grad():
-            for weight in built.parameters():
-                weight += 0.05 * int(os.environ["RANK"])
     if adapter != "full":
         lora = LoraConfig(r=4, task_type="CAUSAL_LM", init_lora_weights=False, **ADAPTERS[adapter])
         built = get_peft_model(built, lora)
+    if own_weights:
+        with torch.no_grad():
+            for weight in built.parameters():
+                if weight.requires_grad and not isinstance(weight, DTensor):
+                    weight += 0.05 * int(os.environ["RANK"])
     ranks = int(os.environ["WORLD_SIZE"]) // (mesh or {}).get("tp_size", 1) // stages
     rows = documents(lengths, labels=True)
     given = {
