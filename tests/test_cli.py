@@ -225,7 +225,7 @@ def test_data_that_cannot_be_read_is_named_with_what_can(
     assert "nothing.npy: No data left in file; it must hold one length" in reply("nothing.npy")
     np.save(tmp_path / "unsigned.npy", np.array([2**63 + 5, 3], dtype=np.uint64))
     assert f"document 0 has {2**63 + 5} tokens" in reply("unsigned.npy")
-    for options in (("--ranks", "1000000000"), ("--capacity", "99999999999999")):
+    for options in (("--ranks", "1000000000"), ("--capacity", "999999999999")):
         assert f"{' '.join(options)} is more than plans are made for; valid: 1 to" in reply("floats.npy", *options)
     assert "broken.jsonl, line 1: is not JSON" in reply("broken.jsonl")
     assert "doesn't contain any data files" in reply("empty")
