@@ -222,6 +222,8 @@ def refuse_mixed_dtypes(model: Any, fsdp_plugin: Any) -> None:
     policy, layers = fsdp_plugin.mixed_precision_policy, set(fsdp_plugin.transformer_cls_names_to_wrap or ())
     if policy is not None and policy.param_dtype is not None:
         return
+    if fsdp_plugin.auto_wrap_policy is None:  # all of it is one part
+        layers = set()
     parts = [part for part in model.modules() if type(part).__name__ in layers]
     inside = {id(weight) for part in parts for weight in part.parameters()}
     groups = [list(part.named_parameters()) for part in parts]

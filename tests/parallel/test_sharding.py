@@ -324,11 +324,18 @@ def test_weights_of_several_dtypes_in_a_part_are_refused_by_name(ranks2: RankPoo
             r"several dtypes \(.*proj\.weight in float32, .*norm.* in float64\).* Valid: bf16=True", message
         )
     layer, rest = [MODELS["llama"]() for _ in range(2)]
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, transformer_cls_names_to_wrap=["LlamaDecoderLayer"])
+    by_layer, whole = (
+        FullyShardedDataParallelPlugin(
+            fsdp_version=2, auto_wrap_policy=policy, transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
+        )
+        for policy in ("TRANSFORMER_BASED_WRAP", "NO_WRAP")
+    )
     for model, parts in ((layer, [layer.model.layers[1]]), (rest, [*rest.children(), rest.model.layers])):
         for part in parts:  # whole parts, each in one dtype
             part.double() if part is not rest.model.layers else part.float()
-        refuse_mixed_dtypes(model, plugin)
+        refuse_mixed_dtypes(model, by_layer)
+        with pytest.raises(ValueError, match="several dtypes"):
+            refuse_mixed_dtypes(model, whole)
 
 
 def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class PlainSteps:
             begin_alike(trained, self._device)
 
     def shard(self, model: Any, fsdp_plugin: Any) -> None:
-        """Leave it to accelerate, which is told the layers that are there, and takes parts of each rank's own weights, unless it
-        loads them from rank 0 alone."""
+        """Leave it to accelerate, which is told the layers that are there. It takes parts of each rank's own weights, which are
+        made alike first, unless it loads them from rank 0 itself."""
         if not fsdp_plugin.cpu_ram_efficient_loading:
             self.begin_alike(model)
         name_layers(model, fsdp_plugin)
