@@ -23,14 +23,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from hf_longctx.data.masks import MASKS, OTHER_NAMES, mask_reason, refuse_masks
+from hf_longctx.data.masks import KINDS, MASKS, OTHER_NAMES, mask_reason, refuse_masks
 from hf_longctx.data.media import ONLY_TEXT, media_column, refuse_media
 from hf_longctx.data.packed import packed_reason, refuse_packed
 
 IGNORE_INDEX = -100
 """A label that is not learned, as in transformers and torch."""
-READ = ("labels", *MASKS, *OTHER_NAMES)
-"""Columns that say which tokens are learned."""
+READ = ("labels", *MASKS, *OTHER_NAMES, *KINDS)
+"""Columns that say which tokens are learned, and of which kind they are."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from datasets import Dataset
 
 from hf_longctx.data import list_columns, packed
 from hf_longctx.data.length_index import LengthIndex
-from hf_longctx.data.masks import MASKS, mask_reason
+from hf_longctx.data.masks import KINDS, MASKS, mask_reason
 from hf_longctx.data.packed import packed_reason
 from hf_longctx.data.tokenisation import Document, Tokenisation
 from hf_longctx.inference.evaluation.losses import as_documents
@@ -76,6 +76,21 @@ def test_a_mask_that_is_none_is_none_and_one_that_cannot_be_read_is_refused():
         assert mask_reason({**TOKENS, "attention_mask": value})
 
 
+@pytest.mark.parametrize("labels", [{}, {"labels": [1, 2, 3]}])
+@pytest.mark.parametrize("name", KINDS)
+def test_tokens_of_several_kinds_are_refused_beside_labels_too(name: str, labels: dict[str, Any]):
+    row: dict[str, Any] = {**TOKENS, **labels}
+    one, several = ({**row, name: kinds} for kinds in ([0, 0, 0], [0, 1, 1]))
+    for dataset in data_sets([one, several]):
+        with pytest.raises(ValueError, match=f" 1: column '{name}' says that tokens are of several kinds, and is not"):
+            LengthIndex.from_dataset(dataset)
+    for dataset in data_sets([one, one]):
+        assert LengthIndex.from_dataset(dataset).lengths.tolist() == [3, 3]
+    assert LengthIndex.from_dataset(Dataset.from_list([one, several, one]).select([0, 2])).lengths.tolist() == [3, 3]
+    for value in (None, "text", [0.0, 0.0]):
+        assert not mask_reason({**row, name: value})
+
+
 def test_columns_that_a_format_leaves_out_are_not_read():
     row = {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, -100, 4], "attention_mask": [0, 1, 1, 1]}
     table = Dataset.from_list([row] * 2)
@@ -123,6 +138,8 @@ def drawn_row(name: str, random: np.random.Generator) -> dict[str, Any]:
         column = (
             random.choice([which + 1, random.integers(0, 2, tokens)]) if random.random() < 0.3 else np.ones(tokens, int)
         )
+    elif name in KINDS:
+        column = which
     damaged = column.tolist()[: -1 if random.random() < 0.1 else None]
     return {"input_ids": [5] * tokens, name: None if random.random() < 0.1 else damaged}
 
@@ -136,7 +153,7 @@ def refusal_of(dataset: Dataset) -> str:
 
 
 @pytest.mark.filterwarnings("ignore:.*documents are dropped")
-@pytest.mark.parametrize("name", ["position_ids", "seq_lengths", "cu_seqlens", "segment_ids", *MASKS])
+@pytest.mark.parametrize("name", ["position_ids", "seq_lengths", "cu_seqlens", "segment_ids", *MASKS, *KINDS])
 def test_tables_are_refused_for_what_their_rows_are(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(list_columns, "VALUES_AT_ONCE", 7)
     random, refused = np.random.default_rng(len(name)), 0
