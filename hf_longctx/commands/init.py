@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from hf_longctx.commands.shared.planners import MICRO_BATCHES
+
 if TYPE_CHECKING:
     from hf_longctx.commands.shared.room import Room
     from hf_longctx.planner.memory.memory_model import MemoryModel
@@ -26,8 +28,6 @@ LEAST_CAPACITY = 8192
 MOST_CAPACITY = 65536
 """Tokens on a GPU that are enough for speed; more only where documents on one GPU need it."""
 ROUND = 1024
-MICRO_BATCHES = 4
-"""Micro-batches of each rank in a step: enough to balance."""
 OFFLOADS = (0.0, 0.5, 1.0)
 LORA_RANK = 16
 PLACEHOLDER = "emozilla/pg19"

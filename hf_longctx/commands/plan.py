@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from hf_longctx.commands.shared.planners import MICRO_BATCHES
 from hf_longctx.commands.shared.tokens import token_count
 from hf_longctx.hardware.devices import KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
@@ -24,9 +25,6 @@ if TYPE_CHECKING:
 
     from hf_longctx.data.long_documents import Pieces
     from hf_longctx.planner import CostModel, Mode, Planner, StepPlan, Topology
-
-MICRO_BATCHES = 4
-"""Micro-batches of each rank in a step of the default size: enough to balance."""
 
 
 CUT_LONG = ", or --long-documents truncate, split or drop"

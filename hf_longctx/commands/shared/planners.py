@@ -4,6 +4,8 @@ MOST_RANKS = 2**20
 """A plan for so many takes a minute and some GiB; of 2**30, memory runs out and the kernel ends this process."""
 MOST_CAPACITY = 2**27
 """Tokens on a rank. The planners that are compared keep tables of as many rows, 2 GiB here."""
+MICRO_BATCHES = 4
+"""Micro-batches of each rank in a step of the default size: enough to balance."""
 
 
 def read_planners(asked: str) -> list[str]:
