@@ -153,6 +153,8 @@ def test_without_options_it_is_for_this_machine_and_named_after_the_model(capsys
     [
         ('{"body": "a"}', "has the columns body; lengths take the tokenizer"),
         ('{"input_ids": ["a"]}', "cannot be trained on as it is: "),
+        ("\x00", "as it is: none of its rows can be read: rows.jsonl, line 1: is not JSON"),
+        ("", "as it is: it holds no row"),
     ],
 )
 def test_data_that_cannot_be_looked_at_are_said_and_do_not_stop_it(row, part, capsys):

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_longctx.data.reading.rows import Refused, Row
+    from hf_longctx.data.reading.source import Source
 
 LOOKED_AT = 1000
 """Documents of a data set that are looked at."""
@@ -77,7 +82,6 @@ def look_at(data: str, model: str) -> tuple[str, str]:
     """
     from pydantic import ValidationError
 
-    from hf_longctx.data.reading.rows import Row
     from hf_longctx.data.tokenisation import Tokenisation
     from hf_longctx.run_documents import load_tokenizer, source_of
     from hf_longctx.settings import DataConfig
@@ -90,12 +94,10 @@ def look_at(data: str, model: str) -> tuple[str, str]:
     except ValidationError:
         return "", ""  # the file that is written is checked as a whole, and says what is wrong
     source = source_of(section.all_sources[0], section.train_split)
-    first = next((row for row in source.units()[0].rows() if isinstance(row, Row)), None)
+    first = _first_row(source)
     tokenizer: Any = None
     if Path(model).is_dir() or model.startswith("embedded:"):
         tokenizer = load_tokenizer(model)
-    if first is None:
-        return "", f"{data} holds no row"
     if tokenizer is None and "input_ids" not in first.values:
         return (
             "",
@@ -103,6 +105,18 @@ def look_at(data: str, model: str) -> tuple[str, str]:
         )
     kind = Tokenisation(tokenizer).kind_of(first.values)
     return kind, _lengths(section, tokenizer, kind)
+
+
+def _first_row(source: Source) -> Row:
+    """Return the first row that can be read. Raises ValueError, with the reason of the first that cannot, where none can."""
+    from hf_longctx.data.reading.rows import Row
+
+    refused: Refused | None = None
+    for row in chain.from_iterable(unit.rows() for unit in source.units()):
+        if isinstance(row, Row):
+            return row
+        refused = refused or row
+    raise ValueError(f"none of its rows can be read: {refused}" if refused else "it holds no row")
 
 
 def _lengths(section: Any, tokenizer: Any, kind: str) -> str:
