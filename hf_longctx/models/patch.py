@@ -21,6 +21,7 @@ from hf_longctx.models.general import (
 )
 from hf_longctx.models.loss.head import LayoutForward, head_forward, install_forward, install_head
 from hf_longctx.models.loss.head_check import needs_own_forward
+from hf_longctx.models.partial_gradients import sum_parts_as_they_come
 from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
@@ -81,6 +82,7 @@ def install(
             "token by itself, so nothing can run in tiles. Valid: 0"
         )
     head = language_model.get_output_embeddings()
+    sum_parts_as_they_come(language_model)
     set_compiled(language_model, compile_layers, COMPILED_LAYERS)
     liger_here = liger_kernels and not compile_layers and liger.installed()
     # Without attention layers of ours, masks carry the layout, and the model the settings.
