@@ -4,10 +4,11 @@ Whether it is then computed exactly is not for this file: the certificate runs i
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
@@ -104,13 +105,14 @@ def find_base(model: Any) -> None:
     names = {id(part): part_name for part_name, part in model.named_modules()}
     candidates = (model.base_model, model.get_decoder(), getattr(model, "model", None))
     problems = []
+    head = _head_in_parts(model)
     noted = ("longctx_base", "longctx_hidden_width")
     parts = {id(part): part for part in candidates if part is not None and part is not model}.values()
     for part, width in itertools.product(parts, dict.fromkeys(width for width in widths if width)):
         model.__dict__ |= dict(zip(noted, (names[id(part)], width)))
         try:
             with torch.no_grad():
-                own_output(model, torch.zeros(1, 2, width, dtype=hidden_dtype(model), device=model.device))
+                own_output(model, torch.zeros(1, 2, width, dtype=hidden_dtype(model), device=model.device), head)
             return
         except Exception as error:  # of modeling code that is given something else than it expects
             problems.append(f"{names[id(part)]}: {type(error).__name__}: {str(error)[:200]}")
@@ -121,3 +123,18 @@ def find_base(model: Any) -> None:
         f"no part of {type(model).__name__} gives hidden states that its forward makes logits of ({reason}). "
         "Valid: a causal language model whose forward calls its base model, and then a head"
     )
+
+
+def _head_in_parts(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """Return what stands for an output head whose weight is in parts, which only a forward of the whole model may call: it takes
+    hidden states of the head's width alone. None: it can be called."""
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    if not isinstance(weight, DTensor):
+        return None
+
+    def logits(hidden: torch.Tensor) -> torch.Tensor:
+        if hidden.shape[-1] != weight.shape[1]:
+            raise ValueError(f"the output head takes hidden states of {weight.shape[1]}, not {hidden.shape[-1]}")
+        return hidden.new_zeros(*hidden.shape[:-1], weight.shape[0])
+
+    return logits

@@ -162,7 +162,7 @@ def _refuse_model(language_model: Any, attention: list[Any], traits: Traits | No
         refuse_random_attention(config.get_text_config(decoder=True))
     else:
         refuse_unreachable(language_model)
-    return needs_own_forward(language_model)
+    return needs_own_forward(language_model, certified=traits is not None)
 
 
 def _set_norms_and_mlps(language_model: Any, tiled: set[Any], mlp_tile_tokens: int, liger_here: bool) -> None:

@@ -25,6 +25,7 @@ from hf_longctx.parallel.sharding import even_placement, name_layers, refuse_mix
 from hf_longctx.training.memory.capacity import memory_model
 from tests.builders.training.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
 from tests.builders.training_runs import (
+    ANY_MODELS,
     MODELS,
     RecordingTrainer,
     Run,
@@ -48,6 +49,10 @@ MESHES = [
     pytest.param("mixtral", {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
     ("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}),
     pytest.param("mixtral", {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}, marks=pytest.mark.nightly),
+    pytest.param("qwen3", {"fsdp_size": 2, "tp_size": 2}, marks=pytest.mark.nightly),
+    pytest.param("gpt_oss", {"fsdp_size": 4, "ep_size": 2}, marks=pytest.mark.nightly),
+    ("gemma2", {"fsdp_size": 2, "tp_size": 2}),  # its logits are more than its head's
+    pytest.param("deepseek_v3", {"fsdp_size": 2, "tp_size": 2, "ep_size": 2}, marks=pytest.mark.nightly),
 ]
 
 
@@ -114,7 +119,7 @@ def test_the_same_run_as_in_one_process(ranks: str, combination, one_process, tm
 def test_tensor_and_expert_parallelism(ranks4: RankPool, model: str, mesh, one_process, tmp_path: Path):
     skip_unless_loaded(mesh)
     folder = tmp_path / "model"
-    MODELS[model]().save_pretrained(folder)
+    ANY_MODELS[model]().save_pretrained(folder)
     sharding = "zero1" if mesh.get("ep_size") == 4 else "zero3"
     options = {"folder": str(folder), "mesh": mesh, "sharding": sharding, "evaluate": True}
     runs = ranks4.run(run, str(tmp_path), model=model, **options)

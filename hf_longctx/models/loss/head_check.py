@@ -50,9 +50,13 @@ class OtherLoss(ValueError):
     """A class's loss is not the cross-entropy of its logits."""
 
 
-def needs_own_forward(model: Any) -> bool:
+def needs_own_forward(model: Any, certified: bool = False) -> bool:
     """Tell whether a model's loss must be computed by its class's own forward (own_logits.py), because its logits are more than
     hidden states times the head's weight.
+
+    Args:
+        certified: whether a tiny copy's own forward was seen to compute it, of which the same is true: the weights of a model
+            in parts cannot be asked.
 
     Raises:
         ValueError: nor can its own forward compute it: see `refuse_other_logits`.
@@ -61,22 +65,24 @@ def needs_own_forward(model: Any) -> bool:
         refuse_other_logits(model)
         return False
     except OtherLogits as error:
-        _refuse_other_rows(model, error)
+        in_parts = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        if in_parts and (not certified or _is_adapted(model.get_output_embeddings())):
+            raise
+        if not in_parts:
+            _refuse_other_rows(model, error)
         return True
 
 
 def _refuse_other_rows(model: Any, reason: OtherLogits) -> None:
     """Raises ValueError unless the class's own forward makes the same logits of a few hidden states in one call and in two, and
-    its loss is their cross-entropy. Where weights are in parts it raises `reason`; where they are absent, nothing is asked."""
-    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        raise reason
+    its loss is their cross-entropy. Where weights are absent, nothing is asked."""
     if any(parameter.is_meta for parameter in model.parameters()):
         return
     hidden = torch.randn(1, ROWS, hidden_width(model), generator=torch.Generator().manual_seed(0)).to(
         model.device, hidden_dtype(model)
     )
     ids = torch.arange(ROWS, device=hidden.device)[None]
-    keywords = {FIELD: False} if takes_field(model) else {}
+    keywords: dict[str, Any] = {FIELD: False} if takes_field(model) else {}
     with torch.no_grad(), _training(model, base_of(model)):
         output = own_output(model, hidden, labels=ids, **keywords)
         parts = torch.cat([own_logits(model, part) for part in hidden.split(ROWS // 2, dim=1)], dim=1)
@@ -195,10 +201,15 @@ def refuse_loss_of_its_own(model: Any) -> None:
         _refuse_other_loss(type(model).__name__, output.loss, output.logits, ids)
 
 
+def _is_adapted(head: Any) -> bool:
+    """Tell whether a head is an adapter of PEFT, or a copy that is trained beside adapters."""
+    return type(head).__module__.startswith("peft.")
+
+
 def _refuse_other_head(head: Any) -> None:
     """Raises ValueError unless calling the head is multiplying with its weight: OtherLogits where an adapter of PEFT, or a copy
     that is trained beside adapters, stands in its place."""
-    if type(head).__module__.startswith("peft."):
+    if _is_adapted(head):
         raise OtherLogits(
             f"the output head is PEFT's {type(head).__name__}, and {NEEDED}, so that the rest would be lost."
         )

@@ -94,8 +94,13 @@ def hidden_dtype(model: Any) -> torch.dtype:
     return dtype
 
 
-def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
+def own_output(
+    model: Any, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None, **keywords: Any
+) -> Any:
     """Return what the class's forward returns for hidden states [1, T, H] of its base model: logits [1, T, V] and more.
+
+    Args:
+        head: what to call in place of the output head.
 
     Raises:
         ValueError: the forward does not ask its base model for them, once.
@@ -108,7 +113,11 @@ def own_output(model: Any, hidden: torch.Tensor, **keywords: Any) -> Any:
 
     base = base_of(model)
     ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=hidden.device)
-    with replaced_parts(model, {id(base): StandIn(base, as_base)}):
+    replaced = {id(base): StandIn(base, as_base)}
+    if head is not None:
+        own_head = model.get_output_embeddings()
+        replaced[id(own_head)] = StandIn(own_head, head)
+    with replaced_parts(model, replaced):
         output = type(model).forward(model, input_ids=ids, use_cache=False, **keywords)
     if len(calls) != 1:
         raise ValueError(
