@@ -399,7 +399,8 @@ class Checkpoints:
         """Read what this rank holds of the optimizer's state, and the schedule's.
 
         Args:
-            changed: settings of the optimizer's groups that stay as this run has them; others are the checkpoint's.
+            changed: settings that stay as this run has them, of the optimizer's groups and of the schedule; others are the
+                checkpoint's.
         """
         if self.ranks.rank == 0 and (other := changed_configuration(self.model, Path(folder))):
             logger.warning(f"going on from {folder} with a model of another configuration: {', '.join(other)}")
@@ -408,7 +409,7 @@ class Checkpoints:
         reader = CheckpointReader(Path(folder))
         with settings_kept(self._trainer.optimizer, changed):
             origin = load_optimizer(self._trainer.optimizer, saved["optimizer"], reader, weights)
-        load_schedule(self._trainer.lr_scheduler, saved["schedule"], origin, keeps_rates="lr" in changed)
+        load_schedule(self._trainer.lr_scheduler, saved["schedule"], origin, changed)
 
     def load_scaler(self, folder: str) -> None:
         """Read the gradient scaler's state, where there is one."""

@@ -21,6 +21,14 @@ from hf_longctx.checkpoint.reader import CheckpointReader, some
 
 OF_GROUPS = {"base_lrs", "_last_lr", "lr_lambdas", "min_lrs"}
 """Parts of a schedule's state that may be lists, and then have one entry for each group."""
+BY_STEP = "lr_lambdas"
+"""Part of the state of schedules whose rates follow from the step."""
+OF_SCHEDULES = {
+    "lr": "learning_rate",
+    "lr_scheduler_type": "lr_scheduler_type",
+    "lr_scheduler_kwargs": "lr_scheduler_kwargs",
+}
+"""Settings that a schedule's state takes the place of -> what the user calls them."""
 PLAIN = (torch.Tensor, torch.nn.Parameter, DTensor)
 """Classes of tensors that checkpoints hold."""
 
@@ -222,32 +230,41 @@ def settings_kept(optimizer: Any, names: Collection[str]) -> Iterator[None]:
         group.update(kept)
 
 
-def load_schedule(schedule: Any, saved: Mapping[str, Any], origin: Sequence[int], keeps_rates: bool = False) -> None:
+def load_schedule(
+    schedule: Any, saved: Mapping[str, Any], origin: Sequence[int], changed: Collection[str] = ()
+) -> None:
     """Gives a learning rate schedule a checkpoint's state; `origin` as `load_optimizer` returns it.
 
     Rates that follow from the step are computed again: of a run that is longer now, or begins from other rates, the next step has
     the rate of its own schedule, not the last one of the checkpoint's.
 
     Args:
-        keeps_rates: whether rates stay those that the schedule was made with.
+        changed: settings that stay those that the schedule was made with: "lr", its rates, and those of OF_SCHEDULES.
 
     Raises:
-        CheckpointError: they are to stay, and the schedule's rates follow from more than the step.
+        CheckpointError: there are some, or the checkpoint has a schedule of another kind, and the rates of either follow from
+            more than the step.
     """
-    follows_steps = isinstance(getattr(schedule, "scheduler", schedule), LambdaLR)
-    if keeps_rates:
-        if not follows_steps:
+    own = getattr(schedule, "scheduler", schedule)
+    follows_steps = isinstance(own, LambdaLR)
+    if not follows_steps or BY_STEP not in saved:
+        other = [name for name in OF_SCHEDULES if name in changed]
+        if not other and own.state_dict().keys() != saved.keys():
+            other = ["kind of schedule"]
+        if other:
+            measured = type(own).__name__ if not follows_steps else "the schedule of the checkpoint"
             raise CheckpointError(
-                f"resuming with another learning_rate under {type(schedule).__name__}, whose rates follow from what was measured "
-                "before. Valid: the learning_rate of the checkpoint, or a new run from its weights"
+                f"resuming with another {OF_SCHEDULES.get(other[0], other[0])} under {measured}, whose rates follow from what "
+                "was measured before. Valid: that of the checkpoint, or a new run from its weights"
             )
+    if "lr" in changed:
         saved = {name: value for name, value in saved.items() if name != "base_lrs"}
     of_groups = {
         name: [value[number] for number in origin] for name, value in saved.items() if _is_of_groups(name, value)
     }
     schedule.load_state_dict(dict(saved) | of_groups)
     if follows_steps:
-        _compute_rates(getattr(schedule, "scheduler", schedule))
+        _compute_rates(own)
 
 
 def _compute_rates(schedule: LambdaLR) -> None:

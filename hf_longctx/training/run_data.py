@@ -31,7 +31,7 @@ from hf_longctx.planner.cost.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
 from hf_longctx.training.measuring.recalibration import restored
 from hf_longctx.training.measuring.step_costs import cost_model
-from hf_longctx.training.run_state import OPTIMIZER_SETTINGS, RunState, schedule_in_words
+from hf_longctx.training.run_state import OPTIMIZER_SETTINGS, RunState, optimizer_arguments, schedule_in_words
 
 logger = logging.get_logger(__name__)
 
@@ -254,6 +254,7 @@ class RunData:
             data_version=getattr(trainer.train_dataset, "data_version", None),
             optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
             schedule=schedule_in_words(args),
+            arguments=optimizer_arguments(args, plugin),
         )
         trainer.add_callback(self.state)
         if self.resuming_from is not None:

@@ -36,7 +36,10 @@ OPTIMIZER_SETTINGS = {
 }
 """Fields of TrainingArguments that may change where a run is resumed -> what an optimizer's groups call them."""
 
-SCHEDULE_SETTINGS = ("lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "max_grad_norm")
+LORAPLUS = ("loraplus_lr_ratio", "loraplus_lr_embedding")
+"""Fields of the plugin that learning rates of adapters follow from."""
+SCHEDULE = ("lr_scheduler_type", "lr_scheduler_kwargs")
+SCHEDULE_SETTINGS = (*SCHEDULE, "warmup_steps", "max_grad_norm", "max_steps", "num_train_epochs")
 """Fields of TrainingArguments that may change there too: learning rates follow from them, or what gradients are clipped to."""
 
 
@@ -81,6 +84,8 @@ class RunState(TrainerCallback, ExportableState):
     """fields of OPTIMIZER_SETTINGS, and what they are; None: the checkpoint is older than this field"""
     schedule: dict[str, str] | None = None
     """the same of SCHEDULE_SETTINGS, in words"""
+    arguments: dict[str, str] | None = None
+    """the same of optim_args, and of LORAPLUS where it is asked for; others have their defaults"""
 
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
@@ -142,12 +147,17 @@ class RunState(TrainerCallback, ExportableState):
                 f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
                 "on the run has other noise than it began with, of the same size"
             )
-        own = ("weights", *HALF, "frozen", "base", "data_version", "optimizer", "schedule")
+        own = ("weights", *HALF, "frozen", "base", "data_version", "optimizer", "schedule", "arguments")
         kept = {name: getattr(self, name) for name in own}
         self.__dict__.update(asdict(saved) | kept)
 
-    def changed_settings(self, checkpoint: Path) -> set[str]:
-        """Return what an optimizer's groups call the settings that a checkpoint was trained with other values of, and say so."""
+    def changed_settings(self, checkpoint: Path, optimizer: Any) -> set[str]:
+        """Return the settings that a checkpoint was trained with other values of, and say so: what `optimizer`'s groups call its
+        own, and those of SCHEDULE_SETTINGS.
+
+        Raises:
+            ValueError: an argument of the optimizer has another value, and is none that its groups hold as a number.
+        """
         changes: dict[str, str] = {}
         for kind, now in (("optimizer", self.optimizer), ("schedule", self.schedule)):
             before = recorded(checkpoint, kind) or {}
@@ -155,10 +165,31 @@ class RunState(TrainerCallback, ExportableState):
                 if name in before and before[name] != value:
                     old, new = (f"{one:g}" if isinstance(one, float) else one for one in (before[name], value))
                     changes[name] = f"{name} {old} -> {new}"
+        arguments = self._changed_arguments(recorded(checkpoint, "arguments"), optimizer)
+        changes |= arguments
         if changes:
             settings = ", ".join(changes.values())
-            logger.warning(f"going on from {checkpoint} with other settings of the optimizer: {settings}")
-        return {OPTIMIZER_SETTINGS[name] for name in changes if name in OPTIMIZER_SETTINGS}
+            logger.warning(f"going on from {checkpoint} with other settings: {settings}")
+        return {"lr" if name in LORAPLUS else OPTIMIZER_SETTINGS.get(name, name) for name in changes}
+
+    def _changed_arguments(self, before: dict[str, str] | None, optimizer: Any) -> dict[str, str]:
+        """Return the arguments that have other values than before, and a line about each. Raises as `changed_settings` does."""
+        if before is None or self.arguments is None:
+            return {}
+        both = [
+            {name: given.get(name, "default") for name in before | self.arguments} for given in (before, self.arguments)
+        ]
+        changes = {name: f"{name} {old} -> {both[1][name]}" for name, old in both[0].items() if old != both[1][name]}
+        values = [{**group} for group in optimizer.param_groups]
+        for name, change in changes.items():
+            kinds = {type(group[name]) for group in values if name in group}
+            if name not in LORAPLUS and not kinds & {int, float}:
+                raise ValueError(
+                    f"resuming with another value in optim_args ({change}), which is no number that the groups of the optimizer "
+                    "hold: it would go on with that of the checkpoint. Valid: optim_args as they were, or a new run from the "
+                    "checkpoint's weights"
+                )
+        return changes
 
     def refuse_other_base(self, checkpoint: Path, ranks: Ranks) -> None:
         """Raise ValueError on all ranks where adapters would go on upon other weights than rank 0 had before. Collective."""
@@ -182,6 +213,13 @@ class RunState(TrainerCallback, ExportableState):
         mixtures = [None if state.weights is None else tuple(map(tuple, state.weights)) for state in (self, saved)]
         until_now = [_passes(mixture, epoch) for mixture in mixtures]
         return {} if until_now[0] == until_now[1] else {"weights": self.weights or "none"}
+
+
+def optimizer_arguments(args: Any, plugin: Any) -> dict[str, str]:
+    """Return the names in TrainingArguments' `optim_args`, and of LORAPLUS where the plugin asks for it, and what they are."""
+    parts = (part.split("=", 1) for part in (args.optim_args or "").replace(" ", "").split(",") if "=" in part)
+    loraplus = LORAPLUS if plugin.loraplus_lr_ratio is not None else ()
+    return dict(parts) | {name: str(getattr(plugin, name)) for name in loraplus}
 
 
 def schedule_in_words(args: Any) -> dict[str, str]:

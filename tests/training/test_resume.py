@@ -217,7 +217,7 @@ def test_a_run_that_is_resumed_with_other_settings_has_them_from_the_next_step_o
     assert resumed.series("loss")[:3] == first.series("loss")
     groups = json.loads((tmp_path / "on" / "checkpoint-6" / "training_state.json").read_text())["optimizer"]["groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.25}
-    assert f"going on from {checkpoint} with other settings of the optimizer: " in caplog.text
+    assert f"going on from {checkpoint} with other settings: " in caplog.text
     assert "learning_rate " in caplog.text
     assert "-> 0.02, weight_decay 0 -> 0.25" in caplog.text
 
@@ -226,7 +226,7 @@ def test_another_schedule_where_a_run_is_resumed_is_said(tmp_path, caplog):
     run_on(1, None, tmp_path, settings={"max_steps": 1, "lr_scheduler_type": "constant"})
     checkpoint = str(tmp_path / "checkpoint-1")
     run_on(1, None, tmp_path, settings={"max_steps": 2, "lr_scheduler_type": "constant"}, resume=checkpoint)
-    assert "going on from" not in caplog.text
+    assert f"going on from {checkpoint} with other settings: max_steps 1 -> 2\n" in caplog.text
     changed = {"lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 2}, "max_grad_norm": 0.5}
     run_on(1, None, tmp_path / "on", settings={"max_steps": 2} | changed, resume=checkpoint)
     for line in ("lr_scheduler_type constant -> cosine", "num_cycles", "max_grad_norm 1.0 -> 0.5"):
@@ -238,7 +238,44 @@ def test_another_learning_rate_is_refused_where_rates_follow_from_what_was_measu
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([weight], lr=0.1))
     load_schedule(plateau, plateau.state_dict(), [0])
     with pytest.raises(CheckpointError, match="another learning_rate under ReduceLROnPlateau"):
-        load_schedule(plateau, plateau.state_dict(), [0], keeps_rates=True)
+        load_schedule(plateau, plateau.state_dict(), [0], {"lr", "betas"})
+
+
+def test_another_schedule_is_refused_where_rates_follow_from_what_was_measured():
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    linear = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for schedule, state, changed, reason in (
+        (plateau, plateau.state_dict(), {"lr_scheduler_kwargs"}, "lr_scheduler_kwargs under ReduceLROnPlateau"),
+        (plateau, linear.state_dict(), set(), "kind of schedule under ReduceLROnPlateau"),
+        (linear, plateau.state_dict(), {"lr_scheduler_type"}, "lr_scheduler_type under the schedule of the checkpoint"),
+    ):
+        with pytest.raises(CheckpointError, match=f"another {reason}, whose rates follow"):
+            load_schedule(schedule, state, [0], changed)
+
+
+def test_arguments_of_an_optimizer_that_are_numbers_may_change_where_a_run_is_resumed(tmp_path, caplog):
+    """A momentum was kept as it had been, without a word."""
+
+    def optimizer_of(folder: Path, step: int) -> list[dict[str, Any]]:
+        return json.loads((folder / f"checkpoint-{step}" / "training_state.json").read_text())["optimizer"]["groups"]
+
+    settings = {"optim": "sgd", "lr_scheduler_type": "constant", "save_steps": 1}
+    run_on(1, None, tmp_path / "a", settings=settings | {"max_steps": 1, "optim_args": "momentum=0.0"})
+    checkpoint = str(tmp_path / "a" / "checkpoint-1")
+    longer = settings | {"max_steps": 2}
+    run_on(1, None, tmp_path / "b", settings=longer | {"optim_args": "momentum=0.5"}, resume=checkpoint)
+    assert [
+        {group["momentum"] for group in optimizer_of(tmp_path / name, step)} for name, step in (("a", 1), ("b", 2))
+    ] == [
+        {0.0},
+        {0.5},
+    ]
+    assert "max_steps 1 -> 2, momentum 0.0 -> 0.5" in caplog.text
+    with pytest.raises(
+        ValueError, match=r"another value in optim_args \(nesterov default -> True\), which is no number"
+    ):
+        run_on(1, None, tmp_path, settings=longer | {"optim_args": "momentum=0.5,nesterov=True"}, resume=checkpoint)
 
 
 def test_another_seed_and_another_configuration_of_the_same_weights_are_said(tmp_path, caplog):
