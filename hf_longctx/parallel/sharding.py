@@ -43,6 +43,8 @@ from hf_longctx.settings.longctx import LongContextPlugin
 
 MOST_PADDED = 1.25
 """Rows that ranks hold together over those that a weight has, up to which it is spread along them."""
+USES_FSDP = "ACCELERATE_USE_FSDP"
+"""Variable by which launchers ask for FSDP. Where a trainer asks, accelerate sets it too, for all later ones of its process."""
 OF_FSDP_1 = "LongContextTrainer: FSDP1 hangs when ranks run different micro-batches. Valid: fsdp_version 2"
 
 
@@ -95,9 +97,22 @@ def fsdp_settings(args: Any, sharding: str, host_offload: bool = False) -> dict[
             "cpu_ram_efficient_loading": False,
         }
     if given is None:
+        forget_trainers()
         return None
+    _asked_here.append(USES_FSDP not in os.environ)
     reshard = given.get("reshard_after_forward", True) if sharding == "auto" else sharding == "zero3"
     return given | {"reshard_after_forward": reshard} | ({"cpu_offload": True} if host_offload else {})
+
+
+_asked_here: list[bool] = []
+"""For each trainer of this process that sharded its model: whether nobody had asked for FSDP before."""
+
+
+def forget_trainers() -> None:
+    """Take back that earlier trainers of this process asked for FSDP."""
+    if any(_asked_here):
+        os.environ.pop(USES_FSDP, None)
+    _asked_here.clear()
 
 
 def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
@@ -109,7 +124,7 @@ def enable_fsdp(accelerator: Any, settings: dict[str, Any] | None) -> None:
         ValueError: its configuration asks for FSDP1, or for parts that planned steps do not run.
     """
     state = accelerator.state
-    configured = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    configured = os.environ.get(USES_FSDP, "false").lower() == "true"
     if configured and os.environ.get("FSDP_VERSION", "1" if settings is None else "2") == "1":
         raise ValueError(OF_FSDP_1)
     if state.distributed_type == DistributedType.MULTI_CPU and (settings is not None or configured):

@@ -18,7 +18,7 @@ from hf_longctx.models.loss.token_metrics import NAMES as TOKEN_METRICS
 from hf_longctx.models.patch import language_model_of
 from hf_longctx.models.stages import cut_of
 from hf_longctx.parallel.reduction import refuse_uncounted_ranks
-from hf_longctx.parallel.sharding import fsdp_settings
+from hf_longctx.parallel.sharding import forget_trainers, fsdp_settings
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request
@@ -100,7 +100,9 @@ def adapted(
     args.remove_unused_columns = False
     # `accelerate launch --mixed_precision` says it in its environment, which transformers reads into this field alone.
     args.bf16, args.fp16 = (args.mixed_precision == half for half in ("bf16", "fp16"))
-    if not getattr(model, "is_distributed_loading_by_transformers", False) and args.world_size > 1:
+    if getattr(model, "is_distributed_loading_by_transformers", False):
+        forget_trainers()
+    elif args.world_size > 1:
         args.fsdp_plugin_args = fsdp_settings(args, plugin.sharding, plugin.host_offload)
     return args
 

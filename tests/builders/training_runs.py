@@ -26,6 +26,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
 from hf_longctx.data.collator import RankStep
+from hf_longctx.parallel.sharding import forget_trainers
 from hf_longctx.planner import GlobalBatches
 from hf_longctx.training.muon import training_arguments
 from tests.builders.tiny_models import (
@@ -177,6 +178,7 @@ def arguments(output_dir: Any, **settings: Any) -> TrainingArguments:
 
 def fresh_accelerator_state() -> None:
     """Forgets what accelerate remembers of the last run of this process, in its globals and in the environment."""
+    forget_trainers()
     for name in [name for name in os.environ if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP"]:
         del os.environ[name]
     AcceleratorState._reset_state(reset_partial_state=True)

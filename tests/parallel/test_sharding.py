@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -21,7 +22,14 @@ from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
-from hf_longctx.parallel.sharding import even_placement, name_layers, refuse_mixed_dtypes
+from hf_longctx.parallel.sharding import (
+    USES_FSDP,
+    even_placement,
+    forget_trainers,
+    fsdp_settings,
+    name_layers,
+    refuse_mixed_dtypes,
+)
 from hf_longctx.training.memory.capacity import memory_model
 from tests.builders.training.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
 from tests.builders.training_runs import (
@@ -150,6 +158,21 @@ def test_adapters_on_a_model_sharded_as_it_was_loaded(
     MODELS[model]().save_pretrained(tmp_path / "model")
     options = {"folder": str(tmp_path / "model"), "mesh": mesh, "sharding": sharding, "adapter": "lora"}
     assert_same(ranks2.run(run, str(tmp_path), model=model, own_weights=True, **options), one_process(model, "lora"))
+
+
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_trainer_that_shards_its_model_leaves_later_ones_whole_unless_a_launcher_asked(launched, monkeypatch):
+    """accelerate asks all later trainers of a process, which were refused as FSDP1."""
+    forget_trainers()
+    monkeypatch.delenv(USES_FSDP, raising=False)
+    if launched:
+        monkeypatch.setenv(USES_FSDP, "true")
+    args = SimpleNamespace(fsdp_plugin_args=None)
+    assert fsdp_settings(args, "zero3") is not None
+    monkeypatch.setenv(USES_FSDP, "true")  # as accelerate does
+    assert fsdp_settings(args, "zero2") is not None
+    assert fsdp_settings(args, "auto") is None
+    assert (USES_FSDP in os.environ) == launched
 
 
 @pytest.mark.skipif(SPREADS_MODELS, reason="this transformers' Trainer knows that the model is sharded")
