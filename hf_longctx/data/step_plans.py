@@ -68,6 +68,10 @@ class Planning:
         return plan_step(lengths, topology, cost, self.mode, self.offload if topology.uniform else None, label_tokens)
 
 
+OF_EVALUATION = "to evaluate: "
+"""Begins the reason why documents that are held out cannot be planned."""
+
+
 @dataclass(frozen=True)
 class PlannedStep:
     """One optimizer step, as all ranks see it."""
@@ -94,7 +98,7 @@ class StepPlans:
     """
 
     def __init__(self, pieces: Pieces, batches: GlobalBatches, planning: Planning) -> None:
-        _refuse_too_long(pieces, planning.topology)
+        refuse_too_long(pieces, planning.topology)
         self.pieces, self.batches, self.planning = pieces, batches, planning
         self._last_epoch: tuple[int, EpochBatches] | None = None
 
@@ -195,7 +199,8 @@ def _slice(tokens: np.ndarray, labels: np.ndarray, segment: Segment) -> tuple[np
     return tokens[segment.start : segment.stop].astype(np.int64), shifted
 
 
-def _refuse_too_long(pieces: Pieces, topology: Topology) -> None:
+def refuse_too_long(pieces: Pieces, topology: Topology) -> None:
+    """Raises PlanError if a piece is longer than all ranks together can hold, or one rank where documents stay whole."""
     longest = int(pieces.lengths.argmax())
     length, limit = int(pieces.lengths[longest]), topology.longest_document
     if length <= limit:
@@ -204,7 +209,7 @@ def _refuse_too_long(pieces: Pieces, topology: Topology) -> None:
     shorter = (
         f"a shorter document, or {other_policies(length, limit)}"
         if pieces.policy == "error"
-        else f"longest_document <= {limit} instead of {pieces.limit}, in a new run: a resumed run keeps its own"
+        else f"longest_document <= {limit} instead of {pieces.limit} (a resumed run keeps its own)"
     )
     if topology.stay_whole:
         topology.refuse_too_long(length, name, f": {shorter}")

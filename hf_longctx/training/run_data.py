@@ -24,9 +24,10 @@ from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents, other_policies
 from hf_longctx.data.page_cache import MappedFiles
 from hf_longctx.data.prepared import PreparedDataset, compare_tokenizer
+from hf_longctx.data.step_plans import OF_EVALUATION
 from hf_longctx.models.documents import documents_of, longest_of, refuse_beyond_positions
 from hf_longctx.models.stages import whole_parameters
-from hf_longctx.planner import GlobalBatches, Topology
+from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.planner.cost.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
 from hf_longctx.training.measuring.recalibration import restored
@@ -188,7 +189,10 @@ class RunData:
         planned = self._evaluation_steps.get(id(dataset))
         if planned is None or planned.dataset is not dataset or planned.pieces.limit != self._longest_document():
             tokens = EVALUATION_STEP_CAPACITIES * trainer.plugin.capacity * trainer.world.ranks
-            planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
+            try:
+                planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
+            except PlanError as error:
+                raise PlanError(f"{OF_EVALUATION}{error}") from error
             self._evaluation_steps[id(dataset)] = planned
         if self.last_step is not None:  # planned as the training step before it was
             now = trainer.training_steps().adjustments.at(*self.last_step.position)

@@ -370,7 +370,7 @@ def test_a_resumed_run_cuts_where_the_first_launch_did(
         (
             {"capacity": 80, "long_documents": "split"},
             r"a piece of document 1 has 100 tokens, but all ranks together hold 1 ranks \* 80 tokens \(capacity\) = 80\. "
-            r"Valid: capacity >= 100, or >= 2 ranks, or longest_document <= 80 instead of 100, in a new run: a resumed run keeps",
+            r"Valid: capacity >= 100, or >= 2 ranks, or longest_document <= 80 instead of 100 \(a resumed run keeps its own\)",
         ),
         ({"capacity": 250}, r"resuming with \{'long_documents': 'error'\}, .* \{'long_documents': 'split'\}"),
         (

@@ -192,6 +192,29 @@ def test_training_evaluates_what_was_held_out_and_evaluate_takes_it_from_the_run
     assert "the documents of the run out are not here" in output
 
 
+def test_held_out_documents_that_no_evaluation_holds_are_refused_before_any_step(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+):
+    """A resumed run trained to its end first, and left no model."""
+    from tests.builders.training_runs import fresh_accelerator_state
+
+    write("train.jsonl", documents(LENGTHS))
+    write("test.jsonl", documents([9, 300, 5]))
+    write("rows.jsonl", documents([9] * 20))
+    config_of()
+    data = "data.path={train:[train.jsonl],test:[test.jsonl]} data.eval_split=test data.eval_fraction=null"
+    options = f"{data} training.use_cpu=true training.report_to=[] training.bf16=false training.output_dir=out"
+    options += " longctx.global_batch_documents=8 training.save_steps=1 training.resume_from_checkpoint=auto"
+    fresh_accelerator_state()
+    assert run(f"train run.yaml --ranks 1 {options} training.max_steps=1")[0] == 0
+    reason = "to evaluate: document 1 has 300 tokens, but all ranks together hold 1 ranks * 200 tokens"
+    for more in ("training.max_steps=2", "--dry-run"):
+        fresh_accelerator_state()
+        code, output = run(f"train run.yaml --ranks 1 {options} longctx.capacity=200 {more}")
+        assert (code, reason in output) == (2, True), output
+    assert not Path("out/checkpoint-2").exists()
+
+
 # Mistyped names
 
 

@@ -246,9 +246,9 @@ def _steps(
     """Plan the steps of an epoch, and say which documents they are of; gpu: name of the device, where it is no processor."""
     import torch
 
-    from hf_longctx.data.length_index import refuse_tokens_outside
-    from hf_longctx.data.long_documents import cut_documents
-    from hf_longctx.data.step_plans import Planning, StepPlans
+    from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
+    from hf_longctx.data.long_documents import Pieces, cut_documents
+    from hf_longctx.data.step_plans import OF_EVALUATION, Planning, StepPlans, refuse_too_long
     from hf_longctx.models.documents import longest_of
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.planner.mixture import Mixture
@@ -265,12 +265,22 @@ def _steps(
     longest = plugin.longest_document
     if longest is None and plugin.long_documents != "error":
         longest = longest_allowed
-    dataset, index, description = _documents(
+    dataset, index, description, held_out = _documents(
         config, lengths, documents, tokens, seed, min(longest or longest_allowed, longest_allowed)
     )
-    refuse_tokens_outside(dataset, run.model.config.get_text_config().vocab_size)
-    pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
-    refuse_pieces_beyond_positions(run.model, pieces)
+
+    def cut(dataset: Any, index: LengthIndex) -> Pieces:
+        refuse_tokens_outside(dataset, run.model.config.get_text_config().vocab_size)
+        pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
+        refuse_pieces_beyond_positions(run.model, pieces)
+        return pieces
+
+    pieces = cut(dataset, index)
+    if held_out is not None:
+        try:
+            refuse_too_long(cut(held_out, LengthIndex.from_dataset(held_out)), topology)
+        except ValueError as error:
+            raise ValueError(f"{OF_EVALUATION}{error}") from error
     weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
     mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
@@ -284,8 +294,8 @@ def _steps(
 
 def _documents(
     config: Config, lengths: str | None, documents: int | None, tokens: int | None, seed: int, longest: int
-) -> tuple[Any, Any, str]:
-    """Data set, lengths, and what to call them."""
+) -> tuple[Any, Any, str, Any]:
+    """Return the data set, its lengths, what to call them, and the documents that are held out, where they are looked at."""
     from hf_longctx.commands.shared.documents import Wanted, read_documents
     from hf_longctx.data.length_index import LengthIndex
     from hf_longctx.run_documents import load_split, tokenizer_of
@@ -295,15 +305,12 @@ def _documents(
         lengths, why = DRAWN, f" (drawn: a dry run does not fetch {', '.join(hubs)}; --lengths says what to plan with)"
     if lengths is not None:
         source = read_documents(lengths, Wanted(documents, tokens), seed=seed, longest=longest)
-        return source.dataset, source.index, f"{len(source.index):,} of {source.name}{why}"
+        return source.dataset, source.index, f"{len(source.index):,} of {source.name}{why}", None
     tokenizer = tokenizer_of(config.model)
     dataset = load_split(config.data, config.data.train_split, tokenizer)
-    if config.data.eval_fraction is not None and config.data.held_out is not None:
-        load_split(
-            config.data, config.data.held_out, tokenizer
-        )  # refuses a share that holds out nothing, as training does
+    held_out = None if config.data.held_out is None else load_split(config.data, config.data.held_out, tokenizer)
     index = LengthIndex.from_dataset(dataset)
-    return dataset, index, f"{len(index):,} of data.{config.data.train_split}"
+    return dataset, index, f"{len(index):,} of data.{config.data.train_split}", held_out
 
 
 def _on_a_hub(config: Config) -> list[str]:
