@@ -20,6 +20,7 @@ import typer
 from hf_longctx.commands.shared.planners import MICRO_BATCHES
 
 if TYPE_CHECKING:
+    from hf_longctx.commands.preflight.init_defaults import Documents
     from hf_longctx.commands.shared.room import Room
     from hf_longctx.planner.memory.memory_model import MemoryModel
 
@@ -125,9 +126,9 @@ def init(
     if way is None:
         raise ValueError(_nothing_fits(config, room, gpus, tokens, lora, model, precision.bf16))
     start = command(str(output), [], gpus, nodes)
-    kind, looked = _looked_at(look_at, data, path)
+    documents = _looked_at(look_at, data, path)
     scaling = _scaling(config, tokens)
-    text = _text(path, way, room, gpus, tokens, scaling, data, kind, start, output, device, gpu_memory)
+    text = _text(path, way, room, gpus, tokens, scaling, data, documents, start, output, device, gpu_memory)
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(text)
     try:
@@ -135,21 +136,23 @@ def init(
     except ValueError:
         output.unlink()
         raise
-    for line in filter(None, (here.note, looked)):
+    for line in filter(None, (here.note, documents.line)):
         print(line)
     print(f"{output}: {_in_words(way)}, {way.capacity:,} tokens on a {_holder(device)}, documents of up to {tokens:,}")
     print(f"look at its plan and memory:  {_dry(output, gpus, nodes, device, gpu_memory)}")
     print(f"train:  {start}")
 
 
-def _looked_at(look_at: Callable[[str, str], tuple[str, str]], data: str | None, model: str) -> tuple[str, str]:
-    """Return the kind of documents that lie here, and a line about them, or about why they cannot be looked at."""
+def _looked_at(look_at: Callable[[str, str], Documents], data: str | None, model: str) -> Documents:
+    """Return what documents lie here, or why they cannot be looked at."""
+    from hf_longctx.commands.preflight.init_defaults import Documents
+
     if data is None:
-        return "", ""
+        return Documents()
     try:
         return look_at(data, model)
     except ValueError as error:
-        return "", f"{data} cannot be trained on as it is: {error}"
+        return Documents(line=f"{data} cannot be trained on as it is: {error}")
 
 
 def chosen_way(config: Any, room: Room, ranks: int, context: int, lora: bool | None, bf16: bool = True) -> Way | None:
@@ -295,7 +298,7 @@ def _text(
     context: int,
     scaling: list[str],
     data: str | None,
-    kind: str,
+    documents: Documents,
     start: str,
     output: Path,
     device: str,
@@ -314,8 +317,10 @@ def _text(
     share = round(1000 * way.offload)
     peak, usable = way.memory.peak(way.capacity, share), int(room.device * (1 - room.reserve))
     holder, predicted = _holder(device), f"{peak / 2**30:.1f} of {usable / 2**30:.1f} GiB are predicted"
-    documents = data or (EMBEDDED_DATA if path == EMBEDDED_MODEL else PLACEHOLDER)
+    source = data or (EMBEDDED_DATA if path == EMBEDDED_MODEL else PLACEHOLDER)
     step = max(context, MICRO_BATCHES * gpus * way.capacity)
+    if documents.step is not None:
+        step = min(step, documents.step)
     lines = [
         f"# {start}",
         "#",
@@ -335,12 +340,12 @@ def _text(
     lines += [
         "",
         "data:",
-        f"  path: {value(documents)} # files, a directory, or a hub's data set; see docs/data.md",
-        *([f"  kind: {kind} # as its columns say"] if kind else []),
+        f"  path: {value(source)} # files, a directory, or a hub's data set; see docs/data.md",
+        *([f"  kind: {documents.kind} # as its columns say"] if documents.kind else []),
         "",
         "longctx:",
         f"  capacity: {way.capacity} # tokens on a {holder} at a time: {predicted}",
-        f"  global_batch_tokens: {step} # of an optimizer step, all {holder}s together",
+        f"  global_batch_tokens: {step} # of an optimizer step, all ranks together",
         f"  longest_document: {context} # tokens",
         "  long_documents: split # longer ones become several",
     ]
@@ -355,7 +360,7 @@ def _text(
         "  num_train_epochs: 1",
         f"  learning_rate: {'1.0e-4' if way.lora else '1.0e-5'}",
         "  lr_scheduler_type: cosine",
-        "  warmup_steps: 20",
+        "  warmup_steps: 0.03 # of all steps",
         "  bf16: auto # computes in bfloat16 where that is the faster one, else in float32",
         *(["  use_cpu: true"] if device in CPU_DEVICES else []),
         "  gradient_checkpointing: true # layers keep their inputs, and are computed again in backward",

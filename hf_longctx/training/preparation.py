@@ -285,3 +285,22 @@ def experts_implementation(model: Any) -> str | None:
     """Return transformers' implementation of a model's experts; None for one without a choice."""
     has_choice = getattr(model, "_can_set_experts_implementation", None)
     return model.config._experts_implementation if has_choice is not None and has_choice() else None
+
+
+WITHOUT_WARMUP = ("constant", "greedy", "reduce_lr_on_plateau")
+"""Schedules that begin at the learning rate itself."""
+
+
+def too_short_for_warmup(args: Any, steps: int) -> str:
+    """Say that a run of so many steps ends before its learning rate has risen to what was asked for; "" where it does not."""
+    warmup = args.get_warmup_steps(steps)
+    kind = getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)
+    if warmup < steps or kind in WITHOUT_WARMUP or not steps:
+        return ""
+    highest = args.learning_rate * (steps - 1) / warmup
+    nothing = "" if highest else ", so that no weight changes"
+    return (
+        f"warmup_steps={args.warmup_steps:g} is no less than the {steps} steps of this run: its learning rate ends at "
+        f"{highest:g}, and never reaches learning_rate={args.learning_rate:g}{nothing}. Valid: fewer of them, or more steps "
+        "(more epochs, or fewer tokens or documents in each step)"
+    )

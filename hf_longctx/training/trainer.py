@@ -123,6 +123,7 @@ from hf_longctx.training.preparation import (
     patched,
     prepare_model,
     refuse_other_arrangement,
+    too_short_for_warmup,
 )
 from hf_longctx.training.run_data import RunData, position_of, training_values
 from hf_longctx.training.run_state import RunState
@@ -390,6 +391,8 @@ class LongContextMixin(_Trainer):
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self.progress.begin("preparing the model and its optimizer")
+        if self.is_world_process_zero() and (warning := too_short_for_warmup(self.args, args[0])):
+            logger.warning(warning)
         prepared = super()._prepare_for_training(*args, **kwargs)
         self.checkpoints.refuse_what_cannot_be_saved()
         self.progress.begin("callbacks")

@@ -136,6 +136,7 @@ def test_without_options_it_is_for_this_machine_and_named_after_the_model(capsys
     assert "tokens: 2 documents, p50 3 tokens, p99 3, longest 3" in shown
     config = load_config("tiny-llama-2.yaml")
     assert (config.training["use_cpu"], config.data.kind) == (True, "tokens")
+    assert config.longctx.global_batch_tokens == 3  # those of the longest, so that few documents make several steps
 
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     monkeypatch.setattr("torch.cuda.get_device_name", lambda _: "NVIDIA H200")

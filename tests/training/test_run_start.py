@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ import yaml
 from hf_longctx import cli
 from hf_longctx.config import load_config
 from hf_longctx.run import run
+from hf_longctx.training.preparation import too_short_for_warmup
 from hf_longctx.training.run_start import documents_trained, write_results
 from hf_longctx.training.trainer import LongContextTrainer
 from tests.builders.tiny_models import TINY
-from tests.builders.training_runs import documents, fresh_accelerator_state
+from tests.builders.training_runs import arguments, documents, fresh_accelerator_state
 from tests.worlds.launched import ROOT
 
 LENGTHS = [3, 50, 17, 60, 2, 9, 33, 40, 8, 21, 90, 20]
@@ -147,3 +149,27 @@ def test_a_new_run_beside_the_checkpoints_of_an_earlier_one_warns_of_them(file, 
         capsys.readouterr()
         assert cli.main(["train", str(file), override, "--dry-run", "--ranks", "1"]) == 0
         assert (warned in capsys.readouterr().out) == says
+
+
+@pytest.mark.parametrize(
+    ("steps", "settings", "part"),
+    [
+        (
+            20,
+            {"warmup_steps": 20},
+            "no less than the 20 steps of this run: its learning rate ends at 0.0095, and never",
+        ),
+        (
+            1,
+            {"warmup_steps": 0.03},
+            "warmup_steps=0.03 is no less than the 1 steps of this run: .* so that no weight changes",
+        ),
+        (21, {"warmup_steps": 20}, ""),
+        (1, {"warmup_steps": 20, "lr_scheduler_type": "constant"}, ""),
+        (1, {"warmup_steps": 20, "lr_scheduler_type": "constant_with_warmup"}, "no weight changes"),
+        (1, {}, ""),
+    ],
+)
+def test_a_run_that_ends_before_its_learning_rate_has_risen_is_warned_of(steps, settings, part, tmp_path):
+    warning = too_short_for_warmup(arguments(tmp_path, learning_rate=0.01, **settings), steps)
+    assert re.search(part, warning) if part else warning == ""

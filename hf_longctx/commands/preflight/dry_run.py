@@ -7,6 +7,7 @@ are not fetched: lengths like those of a published distribution are drawn instea
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -67,6 +68,7 @@ def dry_run(
     from hf_longctx.models.documents import documents_of
     from hf_longctx.planner import Topology
     from hf_longctx.precision import with_precision
+    from hf_longctx.training.preparation import too_short_for_warmup
 
     if ranks % nodes:
         raise ValueError(f"--ranks {ranks} must be a multiple of --nodes {nodes}: each node starts as many")
@@ -114,7 +116,10 @@ def dry_run(
         console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True, markup=False)
     run = replace(run, plugin=run.plugin.changed(profile=profile))
     steps, documents = _steps(config, run, topology, lengths, gpu)
-    console.print(f"documents {documents}; {len(steps.epoch(0)):,} optimizer steps an epoch. The first:")
+    of_epoch = len(steps.epoch(0))
+    console.print(
+        f"documents {documents}; {of_epoch:,} optimizer {'step' if of_epoch == 1 else 'steps'} an epoch. The first:"
+    )
     began = time.monotonic()
     plan = steps.plan(0, 0, UNADJUSTED)
     seconds, summary = time.monotonic() - began, plan.summary()
@@ -128,7 +133,9 @@ def dry_run(
     if trace:
         show_trace(console, config, run, room, plan, topology.node_size, seconds)
     asked, output = run.arguments.resume_from_checkpoint, run.arguments.output_dir
-    if warning := left_by_earlier_run(asked, Path(output or ".")):
+    epochs, most = run.arguments.num_train_epochs, run.arguments.max_steps
+    short = too_short_for_warmup(run.arguments, most if most > 0 else math.ceil(epochs * of_epoch))
+    for warning in filter(None, (short, left_by_earlier_run(asked, Path(output or ".")))):
         console.print(f"\n{warning}", soft_wrap=True, markup=False)
     where = "on each node" if nodes > 1 else "with"
     console.print(f"\nStart it {where}:\n  {command(name, overrides, ranks, nodes)}", markup=False)

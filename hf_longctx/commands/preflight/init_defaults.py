@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 LOOKED_AT = 1000
 """Documents of a data set that are looked at."""
+STEPS = 20
+"""Optimizer steps that an epoch of few documents has at least, if their lengths allow."""
 UNKNOWN_GPU = "a100"
 """Speeds that a GPU without a preset is planned with, as in training."""
 
@@ -70,8 +72,21 @@ def file_of(model: str) -> Path:
     return Path(f"{name or 'run'}.yaml")
 
 
-def look_at(data: str, model: str) -> tuple[str, str]:
-    """Return the kind of the rows of documents that lie here, "" where it is not known, and a line about them.
+@dataclass(frozen=True)
+class Documents:
+    """Documents that lie here, as far as they were looked at."""
+
+    kind: str = ""
+    """of their rows; "" where it is not known"""
+    line: str = ""
+    """about them"""
+    step: int | None = None
+    """most tokens of an optimizer step that leave STEPS to an epoch, or those of the longest document; None: there are many, or
+    it is not known"""
+
+
+def look_at(data: str, model: str) -> Documents:
+    """Look at the first documents that lie here.
 
     Args:
         data: as in `data.path`.
@@ -88,23 +103,22 @@ def look_at(data: str, model: str) -> tuple[str, str]:
     from hf_longctx.settings.data import names_a_hub
 
     if names_a_hub(data) and not Path(data).exists():
-        return "", f"{data} is on a hub, and is not looked at"
+        return Documents(line=f"{data} is on a hub, and is not looked at")
     try:
         section = DataConfig(path=data, max_documents=LOOKED_AT)
     except ValidationError:
-        return "", ""  # the file that is written is checked as a whole, and says what is wrong
+        return Documents()  # the file that is written is checked as a whole, and says what is wrong
     source = source_of(section.all_sources[0], section.train_split)
     first = _first_row(source)
     tokenizer: Any = None
     if Path(model).is_dir() or model.startswith("embedded:"):
         tokenizer = load_tokenizer(model)
     if tokenizer is None and "input_ids" not in first.values:
-        return (
-            "",
-            f"{data} has the columns {', '.join(first.values)}; lengths take the tokenizer of {model}, which is not here",
+        columns = ", ".join(first.values)
+        return Documents(
+            line=f"{data} has the columns {columns}; lengths take the tokenizer of {model}, which is not here"
         )
-    kind = Tokenisation(tokenizer).kind_of(first.values)
-    return kind, _lengths(section, tokenizer, kind)
+    return _counted(section, tokenizer, Tokenisation(tokenizer).kind_of(first.values))
 
 
 def _first_row(source: Source) -> Row:
@@ -119,12 +133,15 @@ def _first_row(source: Source) -> Row:
     raise ValueError(f"none of its rows can be read: {refused}" if refused else "it holds no row")
 
 
-def _lengths(section: Any, tokenizer: Any, kind: str) -> str:
+def _counted(section: Any, tokenizer: Any, kind: str) -> Documents:
     from hf_longctx.data.length_index import LengthIndex
     from hf_longctx.data.prepared import length_table
     from hf_longctx.run_documents import load_split
 
     index = LengthIndex.from_dataset(load_split(section, section.train_split, tokenizer))
     table = length_table(index.lengths)
-    first = f"the first {LOOKED_AT:,}" if len(index) == LOOKED_AT else f"{len(index):,}"
-    return f"{kind}: {first} documents, p50 {table['p50']:,} tokens, p99 {table['p99']:,}, longest {table['max']:,}"
+    all_of_them = len(index) < LOOKED_AT
+    first = f"{len(index):,}" if all_of_them else f"the first {LOOKED_AT:,}"
+    line = f"{kind}: {first} documents, p50 {table['p50']:,} tokens, p99 {table['p99']:,}, longest {table['max']:,}"
+    step = max(int(index.lengths.sum()) // STEPS, int(index.lengths.max())) if all_of_them else None
+    return Documents(kind, line, step)
