@@ -49,6 +49,10 @@ EXPECTED = (ValueError, OSError, ImportError, RuntimeError)
 """Errors of settings, files, missing packages, and what ran out or away. Others are faults of this program."""
 INTERRUPTED = 128 + signal.SIGINT
 """Exit code that typer ends with after Ctrl-C."""
+AFTER_CTRL_C = (
+    "interrupted: nothing was saved after the last checkpoint. The same command with training.resume_from_checkpoint=auto goes "
+    "on from there, on any number of ranks; SIGTERM instead of Ctrl-C saves first"
+)
 BETWEEN_LIBRARIES = "`is_gradient_checkpointing` is deprecated"
 """How a warning begins that transformers has for PEFT: nobody who reads it here can do anything about it."""
 
@@ -133,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             typer.main.get_command(app).main(arguments, prog_name="hf-longctx", obj=session)
     except SystemExit as ended:  # how typer ends, also when all went well
         if ended.code == INTERRUPTED:
+            given = sys.argv[1:] if arguments is None else arguments
+            if first and given[:1] == ["train"]:
+                to_user.print(AFTER_CTRL_C)
             sys.last_value = ended  # at exit, a rank waits for the others unless it has failed (attention/exchange.py)
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except EXPECTED as error:

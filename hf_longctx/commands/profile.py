@@ -116,6 +116,12 @@ def profile(
         )
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from None
+    if not launched or os.environ["RANK"] == "0":
+        print(
+            f"measuring: about {settings.seconds:.0f} s, after processes have started; longer where they wait for cores",
+            file=sys.stderr,
+            flush=True,
+        )
     if launched:
         profile = _on_this_rank(config, settings, undecided, threads, cpu)
         if int(os.environ["RANK"]) > 0:

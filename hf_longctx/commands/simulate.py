@@ -94,6 +94,7 @@ def simulate(
 
     Example: hf-longctx simulate --model llama-7b --gpus 64 --context 256K
     """
+    import numpy as np
     from rich.markup import escape
 
     from hf_longctx.commands.shared.costs import read_config
@@ -130,6 +131,16 @@ def simulate(
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
     title += f", {schedule}" * (schedule != "1f1b") + f", attention by {attention}" * (attention is not None)
     console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    for longest, batches in read.items():
+        lengths = np.concatenate(batches)
+        if 2 * lengths.sum() < step_tokens * steps:
+            console.print(
+                f"{distribution} has {len(lengths):,} documents of up to {longest:,} tokens, {lengths.sum():,} in all, and "
+                f"{step_tokens * steps:,} were asked for: what there is is simulated, in {len(batches):,} step(s), and idle "
+                f"ranks count. Valid: --tokens {lengths.sum()} or less",
+                soft_wrap=True,
+                markup=False,
+            )
     results, failed = [], {}
     for devices, longest in sizes:
         try:

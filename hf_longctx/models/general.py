@@ -79,7 +79,7 @@ def refuse_random_attention(config: Any) -> None:
         if attention or "jitter" in name:
             raise ValueError(
                 f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
-                f"ranks. Set config.{name} = 0.0"
+                f"ranks. Set config.{name} = 0.0 (in Python), or {name.rpartition('.')[2]} to 0.0 in the config.json of a copy"
             )
 
 

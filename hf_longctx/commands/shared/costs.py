@@ -47,7 +47,7 @@ def read_device(name: str) -> Device:
 
 def read_config(model: str) -> Any:
     """A configuration with the fields of transformers'. Raises ValueError if there is none of this name."""
-    if (sizes := ARCHITECTURES.get(model) or published_sizes(_named(model))) is not None:
+    if (sizes := ARCHITECTURES.get(model) or published_sizes(published_id(model))) is not None:
         return sizes if isinstance(sizes, Architecture) else transformers_config(sizes)
     from transformers import AutoConfig
 
@@ -100,7 +100,7 @@ def refuse_unreachable(model: str) -> None:
         ) from error
 
 
-def _named(model: str) -> str:
+def published_id(model: str) -> str:
     """The hub id of a published model, unless a directory has the name."""
     return model if Path(model).is_dir() else hub_id(model)
 

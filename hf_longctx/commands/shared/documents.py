@@ -113,13 +113,21 @@ def read_documents(
 
 
 def _tokenizer(model: str) -> tuple[Any, str]:
-    """Return a model's tokenizer, and whose it is. Raises ValueError for a model without one that is no preset."""
-    from hf_longctx.commands.shared.costs import read_tokenizer
+    """Return a model's tokenizer, and whose it is: the embedded model's for a preset, and for a well-known model whose own is not
+    to be had here. Raises ValueError for any other model without one."""
+    from hf_longctx.commands.shared.costs import published_id, read_tokenizer
+    from hf_longctx.commands.shared.models import published_sizes
     from hf_longctx.hardware.published import ARCHITECTURES
     from hf_longctx.settings import EMBEDDED_MODEL
 
-    whose = EMBEDDED_MODEL if model in ARCHITECTURES else model
-    return read_tokenizer(whose), whose
+    if model not in ARCHITECTURES:
+        whose = published_id(model)
+        try:
+            return read_tokenizer(whose), whose
+        except ValueError:
+            if published_sizes(whose) is None:
+                raise
+    return read_tokenizer(EMBEDDED_MODEL), EMBEDDED_MODEL
 
 
 def _prepared_for(section: DataConfig, split: str, model: str | None) -> Any:
