@@ -29,6 +29,7 @@ from hf_longctx.data.packed import packed_reason, refuse_packed
 
 IGNORE_INDEX = -100
 """A label that is not learned, as in transformers and torch."""
+SAMPLED = 32
 READ = ("labels", *MASKS, *OTHER_NAMES, *KINDS)
 """Columns that say which tokens are learned, and of which kind they are."""
 
@@ -127,6 +128,20 @@ def is_stored(dataset: Any) -> bool:
         return False
     left_out = set(dataset.column_names).difference(dataset.format["columns"])
     return left_out.isdisjoint(READ)
+
+
+def sample_of(dataset: Any) -> str | None:
+    """Return a hash of the tokens and labels of SAMPLED documents, evenly spread over a data set, which tells documents of the
+    same lengths apart; None where another reading may give others: rows that are made as they are read."""
+    if not is_stored(dataset) and not isinstance(dataset, list | tuple):
+        return None
+    hashed = hashlib.blake2b(digest_size=8)
+    for document in np.unique(np.linspace(0, len(dataset) - 1, SAMPLED).astype(np.int64)).tolist():
+        row = dataset[document]
+        for name in ("input_ids", "labels"):
+            if name in row:
+                hashed.update(np.asarray(row[name]).astype(np.int64).tobytes())
+    return hashed.hexdigest()
 
 
 def count_label_tokens(dataset: Any, document: np.ndarray, start: np.ndarray, stop: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from hf_longctx.checkpoint.adapter_weights import base_sample
 from hf_longctx.data.collator import LengthAwareCollator, RankStep
-from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
+from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside, sample_of
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import Pieces, cut_documents, other_policies
 from hf_longctx.data.page_cache import MappedFiles
@@ -259,6 +259,7 @@ class RunData:
             optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
             schedule=schedule_in_words(args),
             arguments=optimizer_arguments(args, plugin),
+            documents=None if index.content else sample_of(trainer.train_dataset),
         )
         trainer.add_callback(self.state)
         if self.resuming_from is not None:

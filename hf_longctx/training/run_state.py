@@ -86,6 +86,8 @@ class RunState(TrainerCallback, ExportableState):
     """the same of SCHEDULE_SETTINGS, in words"""
     arguments: dict[str, str] | None = None
     """the same of optim_args, and of LORAPLUS where it is asked for; others have their defaults"""
+    documents: str | None = None
+    """hash of some of the data set's documents (data/length_index.py); None: not known, or the checkpoint is older"""
 
     def state(self) -> dict[str, Any]:
         return {"args": asdict(self), "attributes": {}}
@@ -118,6 +120,12 @@ class RunState(TrainerCallback, ExportableState):
                 f"the same order{older}, of texts and conversations with the tokenizer, chat template and data.* settings as "
                 "they were, or start a new run"
             )
+        if saved.documents is not None and self.documents is not None and saved.documents != self.documents:
+            raise ValueError(
+                "the checkpoint was made on documents of the same lengths with other tokens or labels: some that were compared "
+                f"have the hash {self.documents}, and had {saved.documents}. Give the same data set in the same order, or start "
+                "a new run from the checkpoint's weights"
+            )
         if other := [name for name in HALF if getattr(saved, name) not in (None, getattr(self, name))]:
             asked_for, trained = (
                 ", ".join(f"{name}={getattr(state, name)}" for name in other) for state in (self, saved)
@@ -147,7 +155,7 @@ class RunState(TrainerCallback, ExportableState):
                 f"neftune_noise_alpha={noise}: the checkpoint may be older than noise that does not depend on plans. From here "
                 "on the run has other noise than it began with, of the same size"
             )
-        own = ("weights", *HALF, "frozen", "base", "data_version", "optimizer", "schedule", "arguments")
+        own = ("weights", *HALF, "frozen", "base", "data_version", "optimizer", "schedule", "arguments", "documents")
         kept = {name: getattr(self, name) for name in own}
         self.__dict__.update(asdict(saved) | kept)
 

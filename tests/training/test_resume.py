@@ -304,6 +304,15 @@ def test_other_documents_are_refused(uninterrupted, tmp_path):
         run_on(1, None, tmp_path, rows=other, resume=str(folder / f"checkpoint-{SEVENTH}"))
 
 
+def test_other_tokens_of_documents_of_the_same_lengths_are_refused(uninterrupted, tmp_path):
+    folder, _ = uninterrupted
+    other = [{name: [*values[:-1], 7] for name, values in row.items()} for row in rows()]
+    with pytest.raises(
+        ValueError, match=r"documents of the same lengths with other tokens or labels: .* the same data set"
+    ):
+        run_on(1, None, tmp_path, rows=other, resume=str(folder / f"checkpoint-{SEVENTH}"))
+
+
 @pytest.mark.parametrize(
     ("plugin", "settings", "message"),
     [
