@@ -80,8 +80,9 @@ def locked(output_dir: Path, asked: Any = True) -> Iterator[None]:
             )
         yield
     finally:
-        path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # of a full disk, once more
+        with contextlib.suppress(OSError):  # of a folder that a file has taken the place of; of a full disk, once more
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
             file.close()
 
 
