@@ -7,6 +7,8 @@ is computed wrongly without being noticed.
     share_certificate(model)        on every rank: rank 0 makes it (sharing.py)
     run_check(...)                  the copy once more, on the device, in the precision and with the kernels of a run (as_run.py)
     tiny_configuration(config), tiny_model(config)      the copy
+
+tensor_parallel.py tries the copy with transformers' tensor parallelism, where a model was loaded so.
 """
 
 from hf_longctx.certificate.as_run import Conditions, RunCheck, run_check

@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.certificate import Certificate, Conditions, certificate_of, run_check, share_certificate
+from hf_longctx.certificate.tensor_parallel import refuse_wrong_tensor_parallelism
 from hf_longctx.certified_patch import patch_model
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.attention import is_patched
@@ -204,6 +205,10 @@ def patched(trainer: Any, model: Any) -> Any:
         share_certificate(language_model)
         if attention_layers(model):
             language_model.longctx_certificate = certificate_of_own_classes(language_model)
+        trainer.progress.begin("patching the model")
+    if (degree := trainer.world.tensor_parallel) > 1:
+        trainer.progress.begin("trying tensor parallelism with a tiny copy", unbounded=True)
+        refuse_wrong_tensor_parallelism(language_model, degree)
         trainer.progress.begin("patching the model")
     if not is_patched(language_model):
         _take_off_autocast(language_model)

@@ -1,15 +1,18 @@
-"""Gradients that tensor parallelism leaves in parts are summed once, however many micro-batches a step has."""
+"""Gradients that tensor parallelism leaves in parts are summed once, however many micro-batches a step has; and models that
+transformers' plans compute wrongly are refused."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import ApertusConfig, AutoModelForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx import Layout, Segment, patch_model
+from hf_longctx.certificate.tensor_parallel import refuse_wrong_tensor_parallelism
 from hf_longctx.models.partial_gradients import PLANNED, sum_parts_as_they_come
 from tests.builders.tiny_models import tiny_general
 from tests.worlds.rank_pool import RankPool
@@ -54,3 +57,25 @@ def test_a_transformers_that_sums_in_another_way_is_refused():
     with pytest.raises(ValueError, match=r"tp_size=2: .* might be summed twice. Valid: transformers 5.17 to 5.23"):
         sum_parts_as_they_come(model)
     sum_parts_as_they_come(SimpleNamespace(tp_size=None))
+
+
+def refusal(folder: str) -> str:
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=DistributedConfig(tp_size=2))
+    try:
+        refuse_wrong_tensor_parallelism(model, 2)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.processes
+def test_a_plan_that_leaves_out_gradients_is_refused(ranks2: RankPool, tmp_path: Path):
+    """Each rank has those of its own features; nobody sums them, and the loss does not show it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = ApertusConfig(vocab_size=128, num_key_value_heads=2, max_position_embeddings=64, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "apertus")
+    for answer in ranks2.run(refusal, str(tmp_path / "apertus")):
+        assert "tp_size=2: transformers' tensor parallelism does not compute ApertusForCausalLM" in answer
+        assert re.search(r"in a tiny copy over 2 ranks, the gradient of model\.layers\..*alpha_[pn] differs by", answer)
+    tiny_general("qwen3").save_pretrained(tmp_path / "qwen3")
+    assert ranks2.run(refusal, str(tmp_path / "qwen3")) == ["", ""]
