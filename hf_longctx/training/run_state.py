@@ -85,7 +85,7 @@ class RunState(TrainerCallback, ExportableState):
     schedule: dict[str, str] | None = None
     """the same of SCHEDULE_SETTINGS, in words"""
     arguments: dict[str, str] | None = None
-    """the same of optim_args, and of LORAPLUS where it is asked for; others have their defaults"""
+    """the same of optim and optim_args, and of LORAPLUS where it is asked for; others have their defaults"""
     documents: str | None = None
     """hash of some of the data set's documents (data/length_index.py); None: not known, or the checkpoint is older"""
 
@@ -182,8 +182,8 @@ class RunState(TrainerCallback, ExportableState):
 
     def _changed_arguments(self, before: dict[str, str] | None, optimizer: Any) -> dict[str, str]:
         """Return the arguments that have other values than before, and a line about each. Raises as `changed_settings` does."""
-        if before is None or self.arguments is None:
-            return {}
+        if before is None or self.arguments is None or before["optim"] != self.arguments["optim"]:
+            return {}  # of another optimizer, arguments are not the same ones
         both = [
             {name: given.get(name, "default") for name in before | self.arguments} for given in (before, self.arguments)
         ]
@@ -224,10 +224,11 @@ class RunState(TrainerCallback, ExportableState):
 
 
 def optimizer_arguments(args: Any, plugin: Any) -> dict[str, str]:
-    """Return the names in TrainingArguments' `optim_args`, and of LORAPLUS where the plugin asks for it, and what they are."""
+    """Return `optim`, the names in `optim_args`, and those of LORAPLUS where the plugin asks for it, and what they are."""
     parts = (part.split("=", 1) for part in (args.optim_args or "").replace(" ", "").split(",") if "=" in part)
     loraplus = LORAPLUS if plugin.loraplus_lr_ratio is not None else ()
-    return dict(parts) | {name: str(getattr(plugin, name)) for name in loraplus}
+    optimizer = {"optim": str(getattr(args.optim, "value", args.optim))}
+    return optimizer | dict(parts) | {name: str(getattr(plugin, name)) for name in loraplus}
 
 
 def schedule_in_words(args: Any) -> dict[str, str]:
