@@ -249,7 +249,7 @@ def load_schedule(
     follows_steps = isinstance(own, LambdaLR)
     if not follows_steps or BY_STEP not in saved:
         other = [name for name in OF_SCHEDULES if name in changed]
-        if not other and own.state_dict().keys() != saved.keys():
+        if not other and follows_steps != (BY_STEP in saved):
             other = ["kind of schedule"]
         if other:
             measured = type(own).__name__ if not follows_steps else "the schedule of the checkpoint"

@@ -30,6 +30,7 @@ from hf_longctx.data.packed import packed_reason, refuse_packed
 IGNORE_INDEX = -100
 """A label that is not learned, as in transformers and torch."""
 SAMPLED = 32
+"""Documents that are compared where a run is resumed."""
 READ = ("labels", *MASKS, *OTHER_NAMES, *KINDS)
 """Columns that say which tokens are learned, and of which kind they are."""
 
@@ -135,11 +136,13 @@ def sample_of(dataset: Any) -> str | None:
     same lengths apart; None where another reading may give others: rows that are made as they are read."""
     if not is_stored(dataset) and not isinstance(dataset, list | tuple):
         return None
+    if isinstance(dataset, datasets.Dataset):
+        dataset = dataset.with_format(None)
     hashed = hashlib.blake2b(digest_size=8)
     for document in np.unique(np.linspace(0, len(dataset) - 1, SAMPLED).astype(np.int64)).tolist():
         row = dataset[document]
         for name in ("input_ids", "labels"):
-            if name in row:
+            if row.get(name) is not None:
                 hashed.update(np.asarray(row[name]).astype(np.int64).tobytes())
     return hashed.hexdigest()
 

@@ -2,6 +2,7 @@
 
 import re
 import warnings
+from typing import Any
 
 import datasets
 import numpy as np
@@ -12,7 +13,7 @@ from datasets import Dataset, Features, LargeList, List, Value
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.length_index import LengthIndex, sample_of
 
 LABEL = st.sampled_from([-100, 0, 5])
 DOCUMENTS = st.lists(st.lists(LABEL, max_size=6), min_size=1, max_size=12).filter(
@@ -211,3 +212,13 @@ def test_what_is_not_a_data_set():
 def test_bad_arrays(lengths, label_tokens, error, message):
     with pytest.raises(error, match=message):
         LengthIndex(np.array(lengths), np.array(label_tokens))
+
+
+def test_a_sample_tells_documents_of_the_same_lengths_apart_where_rows_stay_as_they_are():
+    rows: list[dict[str, Any]] = [{"input_ids": [5, number], "labels": None} for number in range(99)]
+    rows.append({"input_ids": None, "labels": None})
+    table = Dataset.from_list(rows)
+    sample = sample_of(table)
+    assert sample == sample_of(rows) == sample_of(table.with_format("torch"))
+    assert sample_of(table.select(range(99, -1, -1))) != sample
+    assert sample_of(table.with_transform(lambda batch: batch)) is None
