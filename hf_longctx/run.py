@@ -102,14 +102,14 @@ def _train(trainer: LongContextTrainer, console: Console | None, watching: Watch
         start = start_of(trainer)
         last = last_step(trainer)  # on all ranks: with loader="ray" they agree on where steps are planned
         plan = next_plan(trainer, start, last) if trainer.is_world_process_zero() else ""
-        if trainer.eval_dataset is not None:  # what cannot be evaluated afterwards is refused before any step
-            trainer.get_eval_dataloader()
     if start.is_done(last):
         if trainer.is_world_process_zero():
             say_done(trainer, start, last)
         watching.stop()
         trainer.accelerator.wait_for_everyone()
         return
+    if trainer.eval_dataset is not None:  # what cannot be evaluated afterwards is refused before any step
+        trainer.get_eval_dataloader()
     output = trainer.args.output_dir
     results: dict[str, Any] = data_summary(trainer) | start.kept_results
     if trainer.is_world_process_zero():
