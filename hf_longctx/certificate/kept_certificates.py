@@ -9,13 +9,13 @@ What names a configuration but changes no result (its path, the weights' dtype) 
 
 import functools
 import hashlib
+import importlib.metadata
 import json
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from importlib.metadata import version
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.whole_files import written_whole
 
 Result = TypeVar("Result")
+version = functools.cache(importlib.metadata.version)
 
 NAMES_ONLY = frozenset(
     {
@@ -68,7 +69,7 @@ def facts_of(cls: type, config: Any, *conditions: Any) -> dict[str, str]:
     facts |= {f"config.{name}": _text(value) for name, value in _without_names(config.to_dict()).items()}
     facts |= {f"condition {number}": _text(value) for number, value in enumerate(conditions)}
     facts |= {f"version of {package}": version(package) for package in ("torch", "transformers")}
-    facts["code of hf_longctx"] = _hash_of_files(tuple(sorted(PACKAGE.rglob("*.py"))))
+    facts["code of hf_longctx"] = _hash_of_files(PACKAGE, "**/*.py")
     modules = {base.__module__ for base in cls.__mro__ if _package(base.__module__) not in VERSIONED}
     facts |= {f"code beside {module}": _code_beside(module) for module in modules}
     return facts | dict(_replacements(cls))
@@ -117,12 +118,13 @@ def _code_beside(module: str) -> str:
     file = getattr(sys.modules.get(module), "__file__", None)
     if file is None:
         return NO_FILE
-    return _hash_of_files(tuple(sorted(Path(file).parent.glob("*.py"))))
+    return _hash_of_files(Path(file).parent, "*.py")
 
 
 @functools.cache
-def _hash_of_files(paths: tuple[Path, ...]) -> str:
-    return _digest(*(part for path in paths for part in (path.name.encode(), path.read_bytes())))
+def _hash_of_files(folder: Path, pattern: str) -> str:
+    """Return a hash of the files of a folder, as they are when a process first asks: what it has imported stays as it is."""
+    return _digest(*(part for path in sorted(folder.glob(pattern)) for part in (path.name.encode(), path.read_bytes())))
 
 
 def _replacements(cls: type) -> Iterator[tuple[str, str]]:
