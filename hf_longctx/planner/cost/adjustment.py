@@ -66,7 +66,9 @@ class Adjustment:
         """The ranks that are planned for."""
         if self.speed is None:
             return base
-        return replace(base, speed=tuple(max(1, s * f // FULL) for s, f in zip(base.speeds.tolist(), self.speed)))
+        return replace(
+            base, speed=tuple(max(1, s * f // FULL) for s, f in zip(base.speeds.tolist(), self.speed, strict=True))
+        )
 
 
 class Adjustments:

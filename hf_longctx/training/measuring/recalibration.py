@@ -153,10 +153,10 @@ class Recalibration:
         before = self.steps.adjustments.latest
         told = gather_integers([self.ahead, *own_ratio(self._samples, before)], self.device)
         ratio = agreed_ratio([(ratio, weight) for _, ratio, weight in told])
-        slowness = gather_integers([own_slowness(self._samples, ratio)], self.device)
+        slowness = [slow for (slow,) in gather_integers([own_slowness(self._samples, ratio)], self.device)]
         shortest = least_over_ranks([nanoseconds for _, nanoseconds in self._splits], self.device)
         splits = [(split, least) for (split, _), least in zip(self._splits, shortest)]
-        after = agreed(ratio, [slow for (slow,) in slowness], splits, before)
+        after = agreed(ratio, slowest_of_ranks(slowness, self.steps.collator.topology.world_size), splits, before)
         self._samples, self._splits = [], []
         if after != before:
             ahead = max(ahead for ahead, _, _ in told)
@@ -210,12 +210,17 @@ def _micro_batches_of(plan: StepPlan, rank: int) -> list[int]:
 
 
 def gather_integers(own: list[int], device: torch.device) -> list[list[int]]:
-    """[world_size][len(own)]: those of all ranks."""
+    """[processes][len(own)]: those of all."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [own]
     everyone = [torch.empty(len(own), dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, torch.tensor(own, dtype=torch.int64, device=device))
     return torch.stack(everyone).tolist()
+
+
+def slowest_of_ranks(of_processes: list[int], ranks: int) -> list[int]:
+    """[ranks]: what is largest of each rank's processes, several where tensor parallelism makes them one rank."""
+    return np.array(of_processes).reshape(ranks, -1).max(1).tolist()
 
 
 def least_over_ranks(own: list[int], device: torch.device) -> list[int]:

@@ -20,7 +20,7 @@ from hf_longctx.data.length_index import LengthIndex
 from hf_longctx.data.loader import PlannedDataLoader, PlannedSteps
 from hf_longctx.data.long_documents import cut_documents
 from hf_longctx.planner import PLANNERS, CostModel, GlobalBatches, StepPlan, Topology
-from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments
+from hf_longctx.planner.cost.adjustment import Adjustment, Adjustments, Sample
 from hf_longctx.training import trainer as trainer_module
 from hf_longctx.training.measuring.recalibration import Recalibration, Stopwatch, effective_from, fingerprint, restored
 from hf_longctx.training.measuring.step_costs import cost_model
@@ -348,6 +348,21 @@ def agreements(world_size: int) -> tuple[int, int]:
                 mark()
         recalibration.agree((0, steps.steps(0) - 1))
     return len(sizes), max(sizes)
+
+
+def speeds_if_slow(slow: int, ranks: int) -> tuple[int, ...] | None:
+    """Return the speeds that processes agree on where one takes three times as long, of which several are a rank."""
+    steps = planned(dist.get_rank() * ranks // dist.get_world_size(), ranks)
+    recalibration = Recalibration(steps, 0, 50, 2, torch.device("cpu"))
+    times = 3.0 if dist.get_rank() == slow else 1.0
+    recalibration._samples = [Sample(attention, 100.0, times * (attention + 100)) for attention in (10.0, 40, 90, 160)]
+    recalibration.agree((0, 0))
+    return steps.adjustments.latest.speed
+
+
+@pytest.mark.parametrize(("slow", "expected"), [(1, (333, 1000)), (2, (1000, 333)), (3, (1000, 333))])
+def test_processes_of_tensor_parallelism_are_one_rank(slow, expected, ranks4):
+    assert ranks4.run(speeds_if_slow, slow, 2) == [expected] * 4
 
 
 def test_a_step_far_longer_than_planned_is_said_once(caplog, monkeypatch):
