@@ -84,8 +84,8 @@ def test_a_plan_that_leaves_out_gradients_is_refused(ranks: str, mesh: dict[str,
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = ApertusConfig(vocab_size=128, num_key_value_heads=4, max_position_embeddings=64, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "apertus")
-    if ranks != "ranks2":
-        skip_unless_loaded(mesh)  # nor would a copy's pairs
+    if "fsdp_size" in mesh:
+        skip_unless_loaded(mesh)
     pool, degree = request.getfixturevalue(ranks), mesh["tp_size"]
     for answer, warnings in pool.run(refusal, str(tmp_path / "apertus"), mesh, degree):
         assert f"tp_size={degree}: transformers' tensor parallelism does not compute ApertusForCausalLM" in answer
@@ -96,9 +96,19 @@ def test_a_plan_that_leaves_out_gradients_is_refused(ranks: str, mesh: dict[str,
 
 
 @pytest.mark.processes
-def test_a_number_of_ranks_that_no_copy_has_is_said(ranks2: RankPool, tmp_path: Path):
-    tiny_general("qwen3").save_pretrained(tmp_path)
-    (refused, said), (_, nothing) = ranks2.run(refusal, str(tmp_path), {"tp_size": 2}, 3)
-    assert not refused
-    assert "is not known: tp_size=3" in said[0]
-    assert not nothing
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"WORKER": "import sys; sys.exit('no memory')"}, "RuntimeError: no memory"),
+        ({"WORKER": "import time; time.sleep(60)", "LONGEST_SECONDS": 0.2}, "2 processes have not ended within 0.2 s"),
+    ],
+)
+def test_what_cannot_be_tried_is_known_to_be_unknown_and_not_kept(
+    change: dict[str, Any], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path))
+    for name, value in (change | {"_seen": {}}).items():
+        monkeypatch.setattr(tensor_parallel, name, value)
+    model = tiny_general("qwen3")
+    assert reason in tensor_parallel._known(type(model), model.config).unknown
+    assert not list(tmp_path.rglob("*.json"))
