@@ -58,6 +58,10 @@ def _taken_over(module: torch.nn.Module) -> Iterator[dist.ProcessGroup]:
         del module.forward
         if inside["original_forward"] != module.forward:
             module.forward = inside["original_forward"]
+        for weight in module.parameters(recurse=False):  # those of a forward before this
+            hooks = weight._post_accumulate_grad_hooks or {}
+            for number in [number for number, hook in hooks.items() if hook is inside["_all_reduce_grad"]]:
+                del hooks[number]
         yield _group_of(inside["_all_reduce_grad"])
 
 

@@ -23,11 +23,19 @@ from tests.worlds.rank_pool import RankPool
 DOCUMENTS = [torch.arange(length) * 7 % 60 + 2 for length in (9, 5, 13)]
 
 
-def gradients(folder: str, tp_size: int) -> dict[str, Any]:
-    """Return the gradients of all weights after a micro-batch for each document: of those in parts, this rank's share."""
+def gradients(folder: str, tp_size: int, used: bool = False) -> dict[str, Any]:
+    """Return the gradients of all weights after a micro-batch for each document: of those in parts, this rank's share.
+
+    Args:
+        used: the model has run as transformers runs it before it is patched.
+    """
     mesh = {"tp_size": tp_size} if tp_size > 1 else {}
     loaded: Any = {"distributed_config": DistributedConfig(**mesh)} if mesh else {}
-    model = patch_model(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **loaded))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **loaded)
+    if used:
+        model(input_ids=DOCUMENTS[0][None], labels=DOCUMENTS[0][None]).loss.backward()
+        model.zero_grad()
+    patch_model(model)
     patch_model(model)
     model.train()
     for ids in DOCUMENTS:
@@ -43,12 +51,12 @@ def gradients(folder: str, tp_size: int) -> dict[str, Any]:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["qwen3", "gemma3_text"])
-def test_norms_of_heads_are_those_of_one_process(family: str, ranks2: RankPool, tmp_path: Path):
+@pytest.mark.parametrize(("family", "used"), [("qwen3", True), ("gemma3_text", False)])
+def test_norms_of_heads_are_those_of_one_process(family: str, used: bool, ranks2: RankPool, tmp_path: Path):
     tiny_general(family).save_pretrained(tmp_path)
     expected = gradients(str(tmp_path), 1)
     assert any("q_norm" in name for name in expected)
-    for rank in ranks2.run(gradients, str(tmp_path), 2):
+    for rank in ranks2.run(gradients, str(tmp_path), 2, used):
         assert rank.keys() == expected.keys()
         for name, gradient in expected.items():
             assert rank[name] == pytest.approx(gradient, rel=1e-5, abs=1e-6), name
