@@ -197,7 +197,12 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def begin(final: Path) -> Path:
-    """Makes the folder in which a checkpoint is written."""
+    """Makes the folder in which a checkpoint is written.
+
+    Raises:
+        CheckpointError: something else has the checkpoint's name.
+    """
+    _refuse_file(final)
     writing = final.with_name(WRITING + final.name)
     shutil.rmtree(writing, ignore_errors=True)
     writing.mkdir(parents=True)
@@ -245,8 +250,7 @@ def commit(writing: Path, final: Path) -> None:
     Raises:
         CheckpointError: something else has its name.
     """
-    if final.is_file():
-        raise CheckpointError(f"{final} is a file, where a checkpoint was to be. Move it away")
+    _refuse_file(final)  # which may have come meanwhile
     sync(writing)
     replaced = final.with_name(REPLACED + final.name)
     _remove(replaced)
@@ -259,6 +263,11 @@ def commit(writing: Path, final: Path) -> None:
             if not (final / path.name).exists():
                 path.rename(final / path.name)
     _remove(replaced)
+
+
+def _refuse_file(final: Path) -> None:
+    if final.is_file():
+        raise CheckpointError(f"{final} is a file, where a checkpoint was to be. Move it away")
 
 
 def remove_leftovers(output_dir: Path) -> None:
@@ -289,14 +298,24 @@ def _hidden(output_dir: Path, prefix: str) -> Iterator[Path]:
 
 def rotate(written: Path, keep: int | None, protected: str | None) -> None:
     """Removes the checkpoints beyond `keep` (None or 0: keeps all): damaged ones, then those that were written first. Never the
-    one just `written`, nor `protected`. Each loses its name first, so that none is ever seen in parts."""
+    one just `written`, nor `protected`. Each loses its name first, so that none is ever seen in parts.
+
+    Raises:
+        CheckpointError: some could not be removed.
+    """
     if not keep:
         return
     spared = {Path(kept).resolve() for kept in (written, protected) if kept}
+    kept_here = [path for path in spared if path.parent == written.parent.resolve()]
     others = [path for path in checkpoints(written.parent) if path.resolve() not in spared]
     others.sort(key=lambda path: serial_of(path) or -1, reverse=True)
-    for path in others[max(0, keep - len(spared)) :]:
+    stuck = []
+    for path in others[max(0, keep - len(kept_here)) :]:
         removing = path.with_name(REMOVING + path.name)
-        with contextlib.suppress(OSError):
+        try:
             path.rename(removing)
+        except OSError as error:
+            stuck.append(str(error))
         _remove(removing)
+    if stuck:
+        raise CheckpointError(f"save_total_limit={keep}: {len(stuck)} checkpoints cannot be removed ({stuck[0]})")

@@ -271,7 +271,11 @@ def _compute_rates(schedule: LambdaLR) -> None:
     """Give an optimizer's groups the rates of the step that a schedule has come to."""
     rates = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas)]
     for group, base, rate in zip(schedule.optimizer.param_groups, schedule.base_lrs, rates):
-        group["initial_lr"], group["lr"] = base, rate
+        for name, value in (("initial_lr", base), ("lr", rate)):
+            if isinstance(group.get(name), torch.Tensor):  # which a captured or compiled step reads
+                group[name].fill_(value)
+            else:
+                group[name] = value
     schedule._last_lr = rates
 
 

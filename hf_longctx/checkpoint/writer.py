@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+from transformers.utils import logging
 
 from hf_longctx.checkpoint import folder as folders
 from hf_longctx.checkpoint.boxes import Box, Cut, cuts, views, whole_box
@@ -38,6 +39,8 @@ ADAPTER_WEIGHTS = "adapter_weights.safetensors"
 INDEX = "model.safetensors.index.json"
 VISIBLE_SECONDS = 60.0
 """How long rank 0 waits to see what other machines have written: NFS clients remember for so long what was not there."""
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
@@ -253,8 +256,8 @@ class CheckpointWriter:
             if reports is not None:
                 problem = _first_problem([report[0] for report in reports])
                 problem = problem or _problem(lambda: self._complete(writing, final, contents, reports))
-                if problem is None:
-                    _problem(lambda: then(final))
+                if problem is None and (left := _problem(lambda: then(final))):
+                    logger.warning(f"{final} is written. {left}")
             problem = ranks.agreed(problem)
         if problem is not None:
             shutil.rmtree(writing, ignore_errors=True)

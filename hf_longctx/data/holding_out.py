@@ -37,7 +37,9 @@ def part_of(dataset: Any, fraction: float, *, held_out: bool) -> Any:
             f"eval_fraction={fraction:g} {side} none of {len(dataset)} documents (by a hash of each): valid are "
             f"{'larger' if held_out else 'smaller'} fractions, more documents, or an eval_split"
         )
-    part = dataset.select(chosen)
+    # Its own name: that of `select` is a hash of pickled numbers, which other versions of libraries pickle differently.
+    facts = f"{dataset._fingerprint} {fraction!r} {held_out}".encode()
+    part = dataset.select(chosen, new_fingerprint=hashlib.blake2b(facts, digest_size=8).hexdigest())
     for name in ("directory", "manifest", "weights", "data_version", "compared"):
         if hasattr(dataset, name):
             setattr(part, name, getattr(dataset, name))

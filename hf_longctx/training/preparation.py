@@ -305,7 +305,7 @@ def too_short_for_warmup(args: Any, steps: int) -> str:
     highest = args.learning_rate * (steps - 1) / warmup
     nothing = "" if highest else ", so that no weight changes"
     return (
-        f"warmup_steps={args.warmup_steps:g} is no less than the {steps} steps of this run: its learning rate ends at "
-        f"{highest:g}, and never reaches learning_rate={args.learning_rate:g}{nothing}. Valid: fewer of them, or more steps "
-        "(more epochs, or fewer tokens or documents in each step)"
+        f"warmup_steps={args.warmup_steps:g} makes {warmup} steps of warm-up, and this run has {steps}: its learning rate "
+        f"ends at {highest:g}, and never reaches learning_rate={args.learning_rate:g}{nothing}. Valid: fewer of them, "
+        "or more steps (more epochs, or fewer tokens or documents in each step)"
     )

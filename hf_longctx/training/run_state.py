@@ -182,11 +182,12 @@ class RunState(TrainerCallback, ExportableState):
 
     def _changed_arguments(self, before: dict[str, str] | None, optimizer: Any) -> dict[str, str]:
         """Return the arguments that have other values than before, and a line about each. Raises as `changed_settings` does."""
-        if before is None or self.arguments is None or before["optim"] != self.arguments["optim"]:
-            return {}  # of another optimizer, arguments are not the same ones
-        both = [
-            {name: given.get(name, "default") for name in before | self.arguments} for given in (before, self.arguments)
-        ]
+        if before is None or self.arguments is None:
+            return {}
+        names = before | self.arguments
+        if before["optim"] != self.arguments["optim"]:  # arguments of another optimizer are not the same ones
+            names = {name: value for name, value in names.items() if name in LORAPLUS}
+        both = [{name: given.get(name, "default") for name in names} for given in (before, self.arguments)]
         changes = {name: f"{name} {old} -> {both[1][name]}" for name, old in both[0].items() if old != both[1][name]}
         values = [{**group} for group in optimizer.param_groups]
         for name, change in changes.items():

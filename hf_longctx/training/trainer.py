@@ -425,6 +425,7 @@ class LongContextMixin(_Trainer):
         bare, plugin = self.accelerator.unwrap_model(self.model), self.plugin
         self.measurements = Measurements(bare, self.args, plugin.profile, plugin.token_metrics)
         self._mean_loss, self._resumed_at = MeanLoss(self.args.device), self.state.global_step
+        self._saw_state = self._skipped = False
         if self.state.global_step >= max_steps:  # Trainer would train one step more in the middle of an epoch
             return num_train_epochs, 0
         epoch, step = position_of(self.training_steps(), self.state.global_step)
@@ -530,7 +531,8 @@ class LongContextMixin(_Trainer):
 
         With float16 the gradient scaler does this itself, and needs to see what is not finite: it is said and counted alone.
         """
-        if all_finite(trained, self.args.device):
+        self._skipped = not all_finite(trained, self.args.device)
+        if not self._skipped:
             return
         cause = ""
         if self.accelerator.scaler is None:
@@ -561,11 +563,14 @@ class LongContextMixin(_Trainer):
         return super()._get_grad_norm(model, grad_norm)
 
     def floating_point_ops(self, inputs: RankStep) -> int:
-        return 6 * inputs.tokens * self.model.num_parameters(exclude_embeddings=True)
+        # All processes are summed over; those of tensor parallelism have the same tokens.
+        parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * inputs.tokens * parameters // self.world.tensor_parallel
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         self.recalibration.end_step()
-        if self.state.global_step == self._resumed_at + 1:
+        if not (self._saw_state or self._skipped):
+            self._saw_state = True
             self.checkpoints.refuse_state_that_cannot_be_saved()
         memory = self.measurements.end_step(self.state.global_step, self.data_wait_seconds)
         self.measurements.peak_memory_mib = self._requests.agree(memory)

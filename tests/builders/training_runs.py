@@ -113,9 +113,11 @@ POISONED_STEPS = (2, 4)
 class PoisonedTrainer(RecordingTrainer):
     """On the last rank, one gradient of some steps holds one NaN."""
 
+    poisoned: tuple[int, ...] = POISONED_STEPS
+
     def training_step(self, model: Any, inputs: Any, *args: Any) -> torch.Tensor:
         last_rank = self.args.process_index == self.args.world_size - 1
-        if self.state.global_step + 1 not in POISONED_STEPS or not last_rank:
+        if self.state.global_step + 1 not in self.poisoned or not last_rank:
             return super().training_step(model, inputs, *args)
         hook = self.model.model.norm.weight.register_hook(self._poisoned)
         loss = super().training_step(model, inputs, *args)

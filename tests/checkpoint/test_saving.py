@@ -75,6 +75,27 @@ def test_those_written_first_go_whatever_their_steps_but_not_the_best(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-2", "checkpoint-3"]
 
 
+def test_what_cannot_be_removed_is_said_and_what_is_protected_elsewhere_takes_no_place(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        folder = tmp_path / "new" / f"checkpoint-{step}"
+        folder.mkdir(parents=True)
+        manifest = Manifest(step=step, serial=step, world_size=1, sharding="ddp", files={}, weights={}, optimizer=None)
+        (folder / folders.MANIFEST).write_text(manifest.text())
+    written, best = tmp_path / "new" / "checkpoint-3", str(tmp_path / "old" / "checkpoint-9")
+    folders.rotate(written, 3, best)
+    assert len(list(written.parent.iterdir())) == 3
+
+    def refused(path: Path, target: Path) -> None:
+        raise PermissionError(f"{path.name} is not yours")
+
+    with monkeypatch.context() as context:
+        context.setattr(Path, "rename", refused)
+        with pytest.raises(CheckpointError, match=r"2: 1 checkpoints cannot be removed \(checkpoint-1 is"):
+            folders.rotate(written, 2, best)
+    folders.rotate(written, 2, best)
+    assert sorted(path.name for path in written.parent.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+
+
 def test_what_a_callback_left_before_a_crash_is_no_checkpoint(tmp_path):
     (tmp_path / "checkpoint-1").mkdir()
     (tmp_path / "checkpoint-1" / "mine.txt").write_text("1")

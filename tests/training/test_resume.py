@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import TrainerCallback, TrainerState
 
 from hf_longctx.checkpoint.export import changed_configuration
 from hf_longctx.checkpoint.folder import CheckpointError
@@ -115,17 +115,31 @@ class Counting(torch.optim.SGD):
 
 
 class CountingTrainer(RecordingTrainer):
-    """Trains with it."""
+    """Trains with it, at a rate that is a tensor too, as those of a captured step are."""
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
-        return Counting, {"lr": 0.1}
+        return Counting, {"lr": torch.tensor(0.1)}
+
+
+class SeesRates(TrainerCallback):
+    """Looks whether the rate is the tensor that it was a step before."""
+
+    def __init__(self) -> None:
+        self.rates: list[Any] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        self.rates.append(optimizer.param_groups[0]["lr"])
 
 
 def test_an_optimizer_whose_groups_hold_tensors_goes_on_with_tensors(tmp_path):
-    kwargs: dict[str, Any] = {"settings": {"max_steps": 3}, "trainer_class": CountingTrainer}
+    kwargs: dict[str, Any] = {"settings": {"max_steps": 4}, "trainer_class": CountingTrainer}
     [whole] = run_on(1, None, tmp_path / "a", **kwargs)
-    [resumed] = run_on(1, None, tmp_path / "b", **kwargs, resume=str(tmp_path / "a" / "checkpoint-2"))
+    seen = SeesRates()
+    checkpoint = str(tmp_path / "a" / "checkpoint-2")
+    [resumed] = run_on(1, None, tmp_path / "b", **kwargs, resume=checkpoint, callbacks=[seen])
     torch.testing.assert_close(resumed.weights, whole.weights, rtol=0, atol=0)
+    assert len(seen.rates) == 2
+    assert all(isinstance(rate, torch.Tensor) and rate is seen.rates[0] for rate in seen.rates)
 
 
 class Wrapping(torch.optim.SGD):
@@ -183,6 +197,26 @@ def test_state_that_no_checkpoint_holds_is_said_after_the_first_step(kept: str, 
     with pytest.raises(CheckpointError, match=f"the optimizer.*{reason}"):
         run_on(1, None, tmp_path, settings={"max_steps": 5, "save_steps": 4}, trainer_class=NestingTrainer)
     assert list(tmp_path.glob("checkpoint-*")) == []
+
+
+def test_state_is_looked_at_after_the_first_step_that_makes_any(tmp_path):
+    class NestingTrainer(PoisonedTrainer):
+        poisoned = (1, 2)
+
+        def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> Any:
+            return type("Nesting", (Nesting,), {"kept": "list"}), {"lr": 0.1}
+
+    steps = SeesRates()
+    with pytest.raises(CheckpointError, match="means is a list of tensors"):
+        run_on(
+            1,
+            None,
+            tmp_path,
+            settings={"max_steps": 5, "save_steps": 5},
+            trainer_class=NestingTrainer,
+            callbacks=[steps],
+        )
+    assert len(steps.rates) == 3
 
 
 def test_the_last_checkpoint_of_the_folder_is_found(tmp_path):
@@ -276,6 +310,14 @@ def test_arguments_of_an_optimizer_that_are_numbers_may_change_where_a_run_is_re
         ValueError, match=r"another value in optim_args \(nesterov default -> True\), which is no number"
     ):
         run_on(1, None, tmp_path, settings=longer | {"optim_args": "momentum=0.5,nesterov=True"}, resume=checkpoint)
+
+
+def test_rates_of_adapters_are_compared_whatever_the_optimizer():
+    state = RunState.__new__(RunState)
+    state.arguments = {"optim": "adamw_torch", "loraplus_lr_ratio": "8", "eps": "1"}
+    before = {"optim": "adamw_torch_fused", "loraplus_lr_ratio": "16", "eps": "2"}
+    changes = state._changed_arguments(before, SimpleNamespace(param_groups=[{}]))
+    assert changes == {"loraplus_lr_ratio": "loraplus_lr_ratio 16 -> 8"}
 
 
 def test_another_seed_and_another_configuration_of_the_same_weights_are_said(tmp_path, caplog):
