@@ -12,8 +12,9 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_longctx.certificate import accepted_certificate
-from hf_longctx.models.patch import attention_layers, install, language_model_of
+from hf_longctx.models.patch import attention_layers, install
 from hf_longctx.models.stages import loading_stages, refuse_loading_stages
+from hf_longctx.models.wrappers import language_model_of
 
 Model = TypeVar("Model", bound=PreTrainedModel)
 WRAPPED = {

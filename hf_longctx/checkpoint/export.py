@@ -12,6 +12,7 @@ from transformers.utils import CONFIG_NAME
 
 from hf_longctx.checkpoint.folder import share
 from hf_longctx.models.stages import cut_of
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.redaction import redacted
 
 TRAINING_ARGUMENTS = "training_args"
@@ -85,14 +86,14 @@ def as_peft_saves(model: Any) -> Any:
 def saved_dtype(model: Any) -> str:
     """Name the dtype that a configuration says of a model's weights, for as long as no step runs: while one does, FSDP2 has in
     their place what it has gathered, in the dtype that computes."""
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    bare = language_model_of(model)
     return str(bare.dtype).removeprefix("torch.")
 
 
 def save_configuration(model: Any, folder: Path, dtype: str) -> None:
     """Save what transformers needs beside weights to load a model, which were in `dtype` when they were saved."""
     config = copy.deepcopy(model.config)
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    bare = language_model_of(model)
     config.architectures = [type(bare).__name__.removeprefix("FSDP")]
     config.dtype = dtype
     if getattr(config, "distributed_config", None) is not None:

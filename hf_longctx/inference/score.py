@@ -44,6 +44,7 @@ from hf_longctx.models.loss.cross_entropy import IGNORE
 from hf_longctx.models.loss.head import base_outputs
 from hf_longctx.models.loss.own_logits import logits_of
 from hf_longctx.models.whole_prompt import read_whole
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.planner.hdp import plan_step
 from hf_longctx.planner.plan import StepPlan
 from hf_longctx.planner.topology import Topology
@@ -261,7 +262,7 @@ def _collected(own: torch.Tensor, rows: Mapping[int, int], exchange: Exchange) -
 
 def _language_model(model: Any) -> Any:
     """The patched language model itself, also inside a PEFT wrapper."""
-    language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    language_model = language_model_of(model)
     if not isinstance(language_model, PreTrainedModel) or not is_patched(language_model):
         raise ValueError(
             f"{type(model).__name__} cannot run over a layout. Valid: a transformers model after "

@@ -123,11 +123,6 @@ class Schedule:
         return [back[at] for at in range(max(back, default=-1) + 1)]
 
     @property
-    def last_slice_tokens(self) -> int:
-        """Tokens whose keys and values arrive in the last round: what `keep_last_slice` keeps until backward."""
-        return sum(receive.tokens for round in self.rounds[-1:] for receive in round.receives)
-
-    @property
     def area(self) -> int:
         """(query, key) pairs that this rank computes."""
         received = [block for round in self.rounds for receive in round.receives for block in receive.blocks]

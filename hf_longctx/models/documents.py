@@ -10,6 +10,7 @@ where it comes in, before it reaches the table in the middle of a step.
 from typing import Any
 
 from hf_longctx.models.traits import Positions, Traits
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.planner.topology import Documents
 
 
@@ -47,14 +48,10 @@ def refuse_beyond_positions(model: Any, tokens: int, document: str, remedies: st
     if other_rows > 0:
         table += f", {other_rows} of which are no positions of a document"
     raise ValueError(
-        f"{document} has {tokens} tokens, and {type(_language_model(model)).__name__} has positions for {positions.tokens} "
+        f"{document} has {tokens} tokens, and {type(language_model_of(model)).__name__} has positions for {positions.tokens} "
         f"({table}). Valid: documents of at most {positions.tokens} tokens{remedies}"
     )
 
 
 def _traits_of(model: Any) -> Traits | None:
-    return getattr(_language_model(model), "longctx_traits", None)
-
-
-def _language_model(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    return getattr(language_model_of(model), "longctx_traits", None)

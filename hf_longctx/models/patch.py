@@ -26,6 +26,7 @@ from hf_longctx.models.registered import EAGER_MODELS
 from hf_longctx.models.stages import adopt_stages, cut_of, loaded_stages
 from hf_longctx.models.tiled_mlp import MlpForward, own_forward, runs_in_tiles
 from hf_longctx.models.traits import Traits
+from hf_longctx.models.wrappers import language_model_of
 
 SAME_LOSS = ("trl", "liger_kernel")
 """Packages whose forwards, set on a model, only compute the cross-entropy without all logits: TRL 1.16's SFTTrainer sets one."""
@@ -63,7 +64,7 @@ def install(
         others: see `hf_longctx.patch_model`.
 
     Raises:
-        ValueError: see there. The model is then unchanged.
+        ValueError: see there. The model is then unchanged, but for stages that it was loaded in, which are ours.
     """
     _refuse_settings(kernel, loss_chunk_tokens, mlp_tile_tokens)
     refuse_row_adapters(model)
@@ -223,8 +224,3 @@ def _names(config: Any, attention: list[Any], name: str) -> dict[str, str]:
     """Names each part for `set_attn_implementation`: ours for the model and its text, not for towers of other kinds beside it."""
     texts = {id(module.config) for module in attention} or {id(config.get_text_config(decoder=True))}
     return {"": name} | {key: name for key in config.sub_configs if id(getattr(config, key, None)) in texts}
-
-
-def language_model_of(model: Any) -> Any:
-    """The causal language model itself, also inside a PEFT wrapper."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -35,6 +35,7 @@ from hf_longctx.models.families import FAMILIES
 from hf_longctx.models.loss.head import install_forward, loss_of_hidden
 from hf_longctx.models.loss.loss_by_length import LossByLength
 from hf_longctx.models.loss.token_metrics import TokenMetrics
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, stage_layers
 
 CUT_MODELS = tuple(family.cut_model for family in FAMILIES if family.cut_model is not None)
@@ -140,7 +141,7 @@ class StageOutput:
 
 def cut_of(model: Any) -> Cut | None:
     """Return how a model was cut into stages, also inside PEFT's wrappers; None for a whole model."""
-    return getattr(_bare(model), "longctx_cut", None)
+    return getattr(language_model_of(model), "longctx_cut", None)
 
 
 def whole_parameters(model: Any) -> dict[str, torch.Tensor]:
@@ -190,7 +191,7 @@ def cut_model(model: Any, stages: Sequence[range], own: Sequence[int]) -> None:
     Raises:
         ValueError: another family of models.
     """
-    bare, last = _bare(model), len(stages) - 1
+    bare, last = language_model_of(model), len(stages) - 1
     base = _known(bare)
     whole = dict(model.state_dict(keep_vars=True))
     adapted = _copy_without_memory(model) if model is not bare else None
@@ -341,9 +342,9 @@ def _known(bare: Any) -> Any:
 
 
 def _become(model: Any, cut: Cut) -> None:
-    _bare(model).longctx_cut = cut
+    language_model_of(model).longctx_cut = cut
     model.save_pretrained = SavedWhole(model)
-    install_forward(_bare(model), stage_forward)
+    install_forward(language_model_of(model), stage_forward)
 
 
 def _elsewhere(
@@ -369,10 +370,6 @@ def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
 def _copy_without_memory(model: Any) -> Any:
     memo = {id(tensor): _without_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, memo)
-
-
-def _bare(model: Any) -> Any:
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def stage_forward(

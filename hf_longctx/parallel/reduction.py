@@ -218,14 +218,14 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of it."""
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:
     """Whether every gradient is finite on every rank; the same answer on all of them."""
-    gradients = [_local(p.grad.detach()) for p in parameters if p.grad is not None]
+    gradients = [local_part(p.grad.detach()) for p in parameters if p.grad is not None]
     some = [gradient for gradient in gradients if gradient.numel()]
     # The largest absolute values, of all in a few kernels and without a copy of any.
     norms = torch._foreach_norm(some, math.inf) if some else ()

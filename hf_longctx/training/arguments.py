@@ -15,8 +15,8 @@ from hf_longctx.data.length_index import refuse_stream
 from hf_longctx.models.adapters.peft_adapters import merged_adapters
 from hf_longctx.models.loss.head import is_unpatched
 from hf_longctx.models.loss.token_metrics import NAMES as TOKEN_METRICS
-from hf_longctx.models.patch import language_model_of
 from hf_longctx.models.stages import cut_of
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.parallel.reduction import refuse_uncounted_ranks
 from hf_longctx.parallel.sharding import forget_trainers, fsdp_settings
 from hf_longctx.settings.longctx import LongContextPlugin

@@ -27,6 +27,7 @@ from hf_longctx.attention.on_device import on_device
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.step_plans import signed_hash
 from hf_longctx.layouts.layout import Layout
+from hf_longctx.models.wrappers import language_model_of
 
 ROWS = 1024
 """Tokens whose noise is mixed at once: integers take 8 bytes for each element."""
@@ -112,7 +113,7 @@ def noisy_embeddings(model: Any, alpha: float | None) -> Iterator[EmbeddingNoise
         yield None
         return
     noise = EmbeddingNoise(alpha)
-    language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    language_model = language_model_of(model)
     handles = [
         model.register_forward_pre_hook(noise.begin_forward, with_kwargs=True),
         language_model.get_input_embeddings().register_forward_hook(noise.after_embeddings),

@@ -1,6 +1,7 @@
 """Making a trainer's ranks and its model ready for planned steps: sharding, the arrangement of processes, the exchange, patches.
 
-Nothing is sent here but what making process groups and beginning with the same weights needs.
+Sent here: what making process groups and beginning with the same weights needs, and what rank 0 finds out about the model
+(certificate/sharing.py).
 """
 
 from collections.abc import Callable
@@ -17,7 +18,8 @@ from hf_longctx.certified_patch import patch_model
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of
-from hf_longctx.models.patch import attention_layers, language_model_of
+from hf_longctx.models.patch import attention_layers
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.parallel.sharding import (
     arranged,
     enable_fsdp,

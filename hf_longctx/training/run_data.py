@@ -191,8 +191,9 @@ class RunData:
             tokens = EVALUATION_STEP_CAPACITIES * trainer.plugin.capacity * trainer.world.ranks
             try:
                 planned = self.planned_steps(dataset, lambda pieces: GlobalBatches(pieces.lengths, 0, tokens=tokens))
-            except PlanError as error:
-                raise PlanError(f"{OF_EVALUATION}{error}") from error
+            except ValueError as error:
+                kind = PlanError if isinstance(error, PlanError) else ValueError
+                raise kind(f"{OF_EVALUATION}{error}") from error
             self._evaluation_steps[id(dataset)] = planned
         if self.last_step is not None:  # planned as the training step before it was
             now = trainer.training_steps().adjustments.at(*self.last_step.position)
@@ -226,8 +227,7 @@ class RunData:
     def training_batches(self, pieces: Pieces) -> GlobalBatches:
         """Group what documents have become into the global batches of training."""
         run = self.state
-        weights, source = run.weights, getattr(self._trainer.train_dataset, "source", None)
-        mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
+        mixture = mixture_of(self._trainer.train_dataset, run.weights, pieces)
         documents, tokens = run.global_batch_documents, run.global_batch_tokens
         return GlobalBatches(pieces.lengths, run.seed, documents=documents, tokens=tokens, mixture=mixture)
 
@@ -238,7 +238,7 @@ class RunData:
         documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens
         if documents is None and tokens is None:
             documents = trainer.default_documents
-        seed = args.seed if args.data_seed is None else args.data_seed
+        seed = seed_of_documents(args)
         if self.state is not None:
             trainer.remove_callback(self.state)
         longest = self._first_longest_document()
@@ -286,6 +286,17 @@ class RunData:
                     f"per_device_train_batch_size, ranks and gradient_accumulation_steps would make {documents} now, and only "
                     "set that of a new run"
                 )
+
+
+def seed_of_documents(args: Any) -> int:
+    """Return the seed of the order of a new run's documents."""
+    return int(args.seed if args.data_seed is None else args.data_seed)
+
+
+def mixture_of(dataset: Any, weights: Any, pieces: Pieces) -> Mixture | None:
+    """Return the mixture that global batches are drawn from; None: a data set of one source, or without weights."""
+    source = getattr(dataset, "source", None)
+    return None if weights is None or source is None else Mixture(source[pieces.document], weights)
 
 
 def frozen_dtypes(model: Any) -> str | None:

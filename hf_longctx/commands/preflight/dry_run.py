@@ -258,20 +258,18 @@ def _steps(
     from hf_longctx.data.step_plans import OF_EVALUATION, Planning, StepPlans, refuse_too_long
     from hf_longctx.models.documents import longest_of
     from hf_longctx.planner import GlobalBatches
-    from hf_longctx.planner.mixture import Mixture
     from hf_longctx.training.arguments import fold_accumulation
     from hf_longctx.training.measuring.step_costs import cost_model
-    from hf_longctx.training.run_data import refuse_pieces_beyond_positions
+    from hf_longctx.training.run_data import mixture_of, refuse_pieces_beyond_positions, seed_of_documents
 
     plugin, arguments = run.plugin, run.arguments
     documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens
     if documents is None and tokens is None:
         documents = fold_accumulation(arguments, plugin, topology.world_size)
-    seed = arguments.seed if arguments.data_seed is None else arguments.data_seed
-    longest_allowed = min(topology.longest_document, longest_of(run.model) or topology.longest_document)
-    longest = plugin.longest_document
-    if longest is None and plugin.long_documents != "error":
-        longest = longest_allowed
+    seed, positions = seed_of_documents(arguments), longest_of(run.model)
+    longest_allowed = min(topology.longest_document, positions or topology.longest_document)
+    settled = plugin.model_copy(update={"capacity": topology.capacity})
+    longest = settled.first_longest_document(topology.world_size, topology.documents, positions)
     dataset, index, description, held_out = _documents(
         config, lengths, documents, tokens, seed, min(longest or longest_allowed, longest_allowed)
     )
@@ -288,8 +286,7 @@ def _steps(
             refuse_too_long(cut(held_out, LengthIndex.from_dataset(held_out)), topology)
         except ValueError as error:
             raise ValueError(f"{OF_EVALUATION}{error}") from error
-    weights, source = getattr(dataset, "weights", None), getattr(dataset, "source", None)
-    mixture = None if weights is None or source is None else Mixture(source[pieces.document], weights)
+    mixture = mixture_of(dataset, getattr(dataset, "weights", None), pieces)
     batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if run.on_cpu else "cuda")
     cost = cost_model(

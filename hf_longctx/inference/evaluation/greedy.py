@@ -22,6 +22,7 @@ from hf_longctx.inference.score import evaluating, hidden_states, planned
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of, refuse_beyond_positions
 from hf_longctx.models.loss.own_logits import logits_of
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.planner.topology import Topology
 
 
@@ -48,7 +49,7 @@ def greedy_answers(
         ValueError: the model is not patched, a prompt or an answer is empty, or one does not fit, or is longer than the model has
             positions for.
     """
-    language_model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    language_model = language_model_of(model)
     if not is_patched(language_model):
         raise ValueError(
             f"{type(language_model).__name__} cannot run over a layout: pass it through hf_longctx.patch_model"

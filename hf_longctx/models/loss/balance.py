@@ -9,6 +9,8 @@ from functools import cache
 from inspect import signature
 from typing import Any
 
+from hf_longctx.models.wrappers import language_model_of
+
 FIELD = "output_router_logits"
 
 
@@ -25,7 +27,7 @@ def asks_for_balance(model: Any) -> bool:
 
 def takes_field(model: Any) -> bool:
     """Tell whether a model's class may add a load-balancing loss. PEFT's wrappers, which take anything, are looked through."""
-    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    bare = language_model_of(model)
     return FIELD in _parameters(type(bare).forward)
 
 

@@ -22,7 +22,8 @@ from hf_longctx.attention.groups import own_group, own_groups
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.loss.balance import asks_for_balance, balance_settings
 from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residual_dtype
-from hf_longctx.parallel.reduction import sum_gradients, sum_step
+from hf_longctx.models.wrappers import language_model_of
+from hf_longctx.parallel.reduction import local_part, sum_gradients, sum_step
 from hf_longctx.parallel.sharding import begin_alike, shard_over
 from hf_longctx.parallel.stage_links import Links
 from hf_longctx.parallel.world import World
@@ -141,7 +142,7 @@ class StagedSteps:
         cut = cut_of(model)
         if cut is None or not cut.tied or self._place not in (0, self._world.stages - 1):
             return []
-        bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+        bare = language_model_of(model)
         embeddings = dict(bare.get_input_embeddings().named_parameters())
         return [embeddings[name] for name in cut.tied]
 
@@ -199,7 +200,7 @@ class StagedSteps:
         for parameter in parts:
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-            gradients.append(_local(parameter.grad))
+            gradients.append(local_part(parameter.grad))
         sum_gradients(gradients, self._replicas)
 
     def _sum_tied(self, model: Any) -> None:
@@ -213,7 +214,7 @@ class StagedSteps:
             if isinstance(weight, DTensor) and isinstance(gradient, DTensor):
                 # The first stage looks it up and has its gradient whole, the last in parts.
                 weight.grad = gradient = gradient.redistribute(placements=weight.placements)
-            mine = _local(gradient).contiguous()
+            mine = local_part(gradient).contiguous()
             first, *_, last = next(line for line in self._world.pipelines if dist.get_rank() in line)
             other = last if self._place == 0 else first
             theirs = torch.empty_like(mine)
@@ -223,7 +224,7 @@ class StagedSteps:
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            _local(gradient).add_(theirs)
+            local_part(gradient).add_(theirs)
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor:
         """Return the norm of the gradients of the whole model, and clip them to `maximum` in place."""
@@ -233,7 +234,7 @@ class StagedSteps:
         for parameter in model.parameters():
             if parameter.grad is None:
                 continue
-            local, copies = _local(parameter.grad), self._world.processes_of_stage
+            local, copies = local_part(parameter.grad), self._world.processes_of_stage
             if isinstance(parameter.grad, DTensor):
                 for dimension, placement in enumerate(parameter.grad.placements):
                     if not placement.is_replicate():  # packed projections are in parts that is_shard() does not know
@@ -263,7 +264,3 @@ def activation_dtype(model: Any) -> torch.dtype:
         if policy is not None and policy.param_dtype is not None:
             return policy.param_dtype
     return residual_dtype(model)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
