@@ -13,7 +13,7 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.certificate import Certificate, Conditions, certificate_of, run_check, share_certificate
-from hf_longctx.certificate.tensor_parallel import refuse_wrong_tensor_parallelism
+from hf_longctx.certificate.loaded_in_parts import refuse_wrong_parts
 from hf_longctx.certified_patch import patch_model
 from hf_longctx.hardware.devices import preset_of, said_of_speeds
 from hf_longctx.models.attention import is_patched
@@ -208,9 +208,9 @@ def patched(trainer: Any, model: Any) -> Any:
         if attention_layers(model):
             language_model.longctx_certificate = certificate_of_own_classes(language_model)
         trainer.progress.begin("patching the model")
-    if (degree := trainer.world.tensor_parallel) > 1:
-        trainer.progress.begin("trying tensor parallelism with a tiny copy", unbounded=True)
-        refuse_wrong_tensor_parallelism(language_model, degree)
+    if parts := _settings_of_parts(language_model, trainer.world):
+        trainer.progress.begin("trying the model in parts with a tiny copy", unbounded=True)
+        refuse_wrong_parts(language_model, parts)
         trainer.progress.begin("patching the model")
     if not is_patched(language_model):
         _take_off_autocast(language_model)
@@ -227,6 +227,15 @@ def patched(trainer: Any, model: Any) -> Any:
     trainer.steps.refuse_other_cut(model)  # patching adopts stages that it was loaded in
     trainer.steps.cut(model)
     return model
+
+
+def _settings_of_parts(model: Any, world: World) -> dict[str, int]:
+    """Return the settings of the DistributedConfig that transformers has loaded a model in parts with, but for its stages, which
+    are ours."""
+    tensor, expert = world.tensor_parallel, world.expert_parallel
+    sharded = world.processes_of_stage // tensor if is_sharded(model) else 1
+    settings = {"tp_size": tensor, "fsdp_size": sharded, "ep_size": expert}
+    return {name: ranks for name, ranks in settings.items() if ranks > 1}
 
 
 def _take_off_autocast(model: Any) -> None:
