@@ -22,6 +22,19 @@ from tests.builders.plans.plan_invariants import expected_cost, many_examples, s
 from tests.builders.plans.random_plans import CPU_COST, GPU_COST, lengths_for, steps, topologies
 
 FREE_EXCHANGE = CostModel(attention_ps=10**6, linear_ps=10**6, inside_ps=0)
+LATE_FOR_BARRIERS = (
+    np.array([2, 3, 5, 6, 8, 24, 25, 33, 35, 48, 69]),
+    Topology(6, 35),
+    CostModel(
+        attention_ps=14_563_556,
+        linear_ps=164_086_012_062,
+        inside_ps=524_288_000,
+        message_ns=32_000_000,
+        document_ns=32_000_000,
+        label_ps=3_024_738_462,
+    ),
+)
+"""A step that ends later in rounds than without, and soonest in rounds without their barriers."""
 modes = pytest.mark.parametrize("mode", MODES)
 
 
@@ -79,6 +92,7 @@ def test_timeline_equals_blocking_ranks_and_never_beats_the_bound(mode, step):
 
 @many_examples
 @given(steps())
+@example(LATE_FOR_BARRIERS)
 def test_no_plan_in_rounds_ends_clearly_sooner_without_its_barriers(step):
     lengths, topology, cost = step
     plan, rounds = (plan_step(lengths, topology, cost, mode) for mode in ("async", "lockstep"))
