@@ -40,6 +40,7 @@ from hf_longctx.layouts.layout import Layout, Segment, zigzag
 from hf_longctx.models.attention import is_patched
 from hf_longctx.models.costs import counted_cost, guessed_cost
 from hf_longctx.models.documents import documents_of, refuse_beyond_positions
+from hf_longctx.models.layout_mask import CollectedKeys
 from hf_longctx.models.loss.cross_entropy import IGNORE
 from hf_longctx.models.loss.head import base_outputs
 from hf_longctx.models.loss.own_logits import logits_of
@@ -174,7 +175,7 @@ def prefill(
     else:
         layout, readers = Layout(zigzag(0, len(ids), range(world_size)), degree), list(range(world_size))
         wanting = readers if to == "all" else [to]
-    collected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    collected = CollectedKeys()
     positions = {other: layout.positions(other) for other in layout.ranks}
     with evaluating(model):
         hidden = hidden_states(language_model, ids[positions[rank]], layout, exchange, collect=collected)
@@ -182,7 +183,7 @@ def prefill(
         last = logits_of(language_model, hidden[None, row : row + 1])[0]
     owner = max(positions, key=lambda other: int(positions[other].max()))
     logits = _send_to(readers, last if rank == owner else last[:0], {owner: 1}, exchange)[owner][0]
-    cache = _gathered(collected, positions, len(ids), wanting, language_model, exchange)
+    cache = _gathered(collected.of_layer, positions, len(ids), wanting, language_model, exchange)
     return logits, cache if to in ("all", rank) else None
 
 

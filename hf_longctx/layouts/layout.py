@@ -23,9 +23,11 @@ Nothing is sent between ranks here, and nothing here needs torch.
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
+
+Class = TypeVar("Class")
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -48,6 +50,14 @@ class LayoutError(ValueError):
     """A layout breaks one of its invariants."""
 
 
+def uncopied(cls: type[Class]) -> type[Class]:
+    """Take a dataclass for a plain class from now on. FSDP2 makes new ones of the dataclasses among each layer's arguments, casts
+    tensors in them to the dtype that computes, and loses what was derived from them."""
+    del cls.__dataclass_fields__  # type: ignore[attr-defined]
+    return cls
+
+
+@uncopied
 @dataclass(frozen=True)
 class Layout:
     """One micro-batch: {rank: segments it holds, in memory order}. Ranks with an empty shard are dropped.

@@ -26,7 +26,7 @@ from hf_longctx.attention.engine import layout_attention
 from hf_longctx.attention.exchange import Exchange, own_rank
 from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.layouts.layout import Layout
-from hf_longctx.models.layout_mask import LayoutCall, LayoutMask, Pattern, current_call
+from hf_longctx.models.layout_mask import CollectedKeys, LayoutCall, LayoutMask, Pattern, current_call
 from hf_longctx.models.rope_scaling import SCALINGS, UNSAFE_ROPE_TYPES
 
 NAME = "longctx"
@@ -80,7 +80,7 @@ def longctx_attention_forward(
     position_ids: torch.Tensor | None = None,
     layout: Layout | None = None,
     exchange: Exchange | None = None,
-    collect: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None,
+    collect: CollectedKeys | None = None,
     keep_attention: KeptAttention | None = None,
     earlier: EarlierChunks | None = None,
     layout_positions: torch.Tensor | None = None,
@@ -238,7 +238,7 @@ def _over_layout(
     if torch.is_autocast_enabled(q.device.type):  # as sdpa does: RoPE has made query and key float32 again
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if call.collect is not None:
-        call.collect[module.layer_idx] = (k, v)
+        call.collect.of_layer[module.layer_idx] = (k, v)
     if call.earlier is not None:
         k, v = call.earlier.extend(
             module.layer_idx, call.layout.context_tokens(own_rank(call.layout, call.exchange)), k, v

@@ -34,6 +34,14 @@ from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.layouts.layout import Layout
 
 
+class CollectedKeys:
+    """Receives a shard's keys and values of each layer. No dictionary: FSDP2 copies those among a layer's arguments."""
+
+    def __init__(self) -> None:
+        self.of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """layer_idx -> keys and values, both [T, Hkv, D]"""
+
+
 @dataclass(frozen=True, eq=False)
 class LayoutCall:
     """Arguments that a base model was called with, for its attention layers."""
@@ -46,8 +54,7 @@ class LayoutCall:
     """Whether backward starts from the slice of keys and values that forward received last."""
     positions: torch.Tensor | None = None
     """int64 [1, T], which the base model was given."""
-    collect: dict[int, tuple[torch.Tensor, torch.Tensor]] | None = None
-    """Receives the shard's keys and values of each layer, both [T, Hkv, D], under its layer_idx."""
+    collect: CollectedKeys | None = None
     keep_attention: KeptAttention | None = None
     """With activation checkpointing, holds a layer's attention for its recomputation."""
     earlier: EarlierChunks | None = None

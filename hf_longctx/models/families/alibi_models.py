@@ -18,9 +18,11 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_longctx.layouts.layout import uncopied
 from hf_longctx.models.attention import LayoutAttention, longctx_attention_forward
 
 
+@uncopied
 @dataclass(frozen=True, eq=False)
 class AlibiOverLayout:
     """Stands in for the bias tensor that a block receives."""
