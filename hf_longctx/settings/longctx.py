@@ -107,7 +107,8 @@ class LongctxConfig(Section):
     name, else an A100's (said once)"""
     recalibrate_steps: int = Field(default=50, ge=0)
     """steps after which ranks agree anew on how long things take, and on how fast each of them is, from what was measured;
-    plans change where that differs by more than 5 %. 0: never"""
+    plans change where that differs by more than 5 %. 0: never. Where ranks meet in every layer (`zero2`, `zero3`, experts,
+    stages), each waits for the slowest, so nothing is learned"""
     sharding: Literal["auto", "ddp", "zero1", "zero2", "zero3"] = "auto"
     """what each rank holds of weights, gradients and optimizer: all (`ddp`), or a part of the optimizer (`zero1`), of
     gradients too (`zero2`), of weights too (`zero3`). `auto`: what accelerate's FSDP2 settings say, else `ddp`; see

@@ -419,7 +419,9 @@ class LongContextMixin(_Trainer):
         self.run_data.state = next(
             callback for callback in self.callback_handler.callbacks if isinstance(callback, RunState)
         )
-        every = self.plugin.recalibrate_steps if self.steps.times_ranks else 0
+        # Where ranks meet in rounds, a micro-batch takes as long as that of the slowest rank, and says nothing of its own.
+        timed = self.steps.times_ranks and self.world.mode == "async"
+        every = self.plugin.recalibrate_steps if timed else 0
         ahead = self.get_train_dataloader().ahead
         self.recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         bare, plugin = self.accelerator.unwrap_model(self.model), self.plugin

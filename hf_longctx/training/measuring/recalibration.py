@@ -125,15 +125,14 @@ class Recalibration:
         if measured < TOO_SLOW * planned:
             return
         self._said = True
-        remedy = (
-            f"plans are corrected by what is measured every {self.every} steps"
-            if self.every
-            else "recalibrate_steps=50 corrects plans by what is measured"
-        )
+        corrects = f"plans are corrected by what is measured every {self.every} steps"
+        if not self.every:
+            corrects = "recalibrate_steps=50 corrects plans by what is measured"
+        remedy = f"; {corrects}" if self.steps.collator.mode == "async" else ""
         logger.warning(
             f"a step took {measured:.3g} s, and {planned:.3g} s were planned: {measured / planned:.1f} times as long "
             f"(said once, from {TOO_SLOW} times on). What is called planned (idle ranks, times the bound) is as far off. "
-            f"`hf-longctx profile` measures this machine, and longctx.profile (LongContextPlugin's) plans with it; {remedy}"
+            f"`hf-longctx profile` measures this machine, and longctx.profile (LongContextPlugin's) plans with it{remedy}"
         )
 
     def describe(self, makespan: int) -> dict[str, float]:

@@ -322,6 +322,15 @@ def test_with_real_clocks_in_the_order_of_nccl(world_size, tmp_path, request):
         np.testing.assert_allclose(measured / predicted - 1, error, atol=2e-3, rtol=2e-3)
 
 
+def test_where_ranks_wait_for_each_other_nothing_is_learned(ranks2, tmp_path):
+    """Equal ranks were given other speeds, since each micro-batch takes as long as the slowest of its round."""
+    runs, plans = run_on(
+        ranks2, tmp_path, plugin={"sharding": "zero2"}, settings={"max_steps": EVERY + 4}, in_order=True
+    )
+    assert runs[0].series("recalibrations") == [0] * (EVERY + 4)
+    assert [speed for _, speed, _ in plans] == [None] * (EVERY + 4)
+
+
 def test_evaluation_plans_with_what_training_learned(ranks2, tmp_path):
     runs, _ = run_on(ranks2, tmp_path, eval_rows=documents([150, 20, 9, 60] * 9, seed=1), settings={"max_steps": 12})
     assert runs[0].evaluation["eval_loss"] == runs[1].evaluation["eval_loss"]
