@@ -23,7 +23,7 @@ from hf_longctx.planner import CostModel, Mode, StepPlan, Topology, planners_for
 from hf_longctx.planner.memory.device_bytes import bytes_outside
 from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.memory.state_bytes import IN_ROUNDS, Sharding
-from hf_longctx.planner.stages.stage_layers import fullest_share
+from hf_longctx.planner.stages.stage_layers import fullest_share, most_in_flight
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.simulator.machine import Loader, Machine
 from hf_longctx.simulator.play import Simulation, play
@@ -115,13 +115,14 @@ class Run:
     @cached_property
     def memory(self) -> MemoryModel:
         """Return the memory of one device."""
+        stages = (self.config, self.stages, self.schedule.virtual)
         memory = MemoryModel.from_config(
             self.config,
             sharding=self.sharding,
             world_size=self.ranks,
             checkpointing=self.recompute,
             tensor_parallel=self.tensor_parallel,
-        ).in_stages(fullest_share(self.config, self.stages, self.schedule.virtual))
+        ).in_stages(fullest_share(*stages), *most_in_flight(*stages))
         if self.nccl is None:
             return memory
         outside = bytes_outside(

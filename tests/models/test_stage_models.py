@@ -14,7 +14,14 @@ from hf_longctx.certified_patch import patch_model
 from hf_longctx.checkpoint.checkpoints import _saved_weights
 from hf_longctx.models.stages import cut_model, cut_of, loading_stages, refuse_other_cut, whole_parameters
 from hf_longctx.planner import Topology
-from hf_longctx.planner.stages.stage_layers import describe_stages, fullest_share, stage_layers, stage_weights
+from hf_longctx.planner.memory.memory_model import MemoryModel
+from hf_longctx.planner.stages.stage_layers import (
+    describe_stages,
+    fullest_share,
+    most_in_flight,
+    stage_layers,
+    stage_weights,
+)
 from hf_longctx.training.arguments import refuse
 from hf_longctx.training.measuring.measurements import StepFlops
 from hf_longctx.training.measuring.step_costs import cost_model
@@ -57,6 +64,19 @@ def test_the_fullest_stage_is_that_of_cut_models(stages: int, virtual: int, tied
     # That of the last norm is left out.
     assert fullest_share(config, stages, virtual, 512) == pytest.approx(max(sizes) / total, rel=1e-2)
     assert fullest_share(config, 1) == 1
+
+
+def test_the_first_device_keeps_more_than_all_layers_of_a_micro_batch():
+    """It has more layers than others, since the last one has the head too, and as many micro-batches as there are stages."""
+    config = tiny_llama(num_hidden_layers=8, vocab_size=3000).config
+    assert [len(stage) for stage in stage_layers(config, 4, 512)] == [3, 2, 2, 1]
+    assert most_in_flight(config, 4, 1, 512) == (4, 4 * 3)
+    assert most_in_flight(config, 2, 2, 512) == (3, 13)  # 5 halves of 3 + 2 layers on the first device
+    assert most_in_flight(config, 1) == (1, 0)
+    whole = MemoryModel.from_config(config, checkpointing=True)
+    device = whole.in_stages(1.0, 4, 12)
+    assert device.token == 4 * whole.base_token + 12 * whole.checkpoint_token
+    assert whole.token == whole.base_token + 8 * whole.checkpoint_token
 
 
 def test_a_cut_model_has_its_stages_alone():

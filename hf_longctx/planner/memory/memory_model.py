@@ -117,13 +117,22 @@ class MemoryModel:
     """Bytes of each element of a matrix product's result, beside it while it is computed."""
     outside: int = 0
     """Bytes of the device that are no tensor's (device_bytes.py)."""
+    in_flight: int = 1
+    """Micro-batches between forward and backward, at most."""
+    layers_in_flight: int = 0
+    """Layers whose activations they keep together, at most; 0: `layers`, each once."""
 
-    def in_stages(self, share: float) -> MemoryModel:
-        """Return the model of a device of a pipeline: its share of the weights (planner/stages/stage_layers.py), and in 1F1B
-        the activations of as many micro-batches as there are stages, those of all layers of one."""
+    def in_stages(self, share: float, in_flight: int, layers_in_flight: int) -> MemoryModel:
+        """Return the model of a device of a pipeline that has the most of everything, which no one device may have.
+
+        Args:
+            share: of the weights (fullest_share of planner/stages/stage_layers.py).
+            in_flight, layers_in_flight: as `most_in_flight` there counts them.
+        """
         weights = ("weights", "head_weights", "first_weights", "cast_weights")
         shared = (*weights, "gradients", "waiting_gradients", "optimizer", "host")
-        return replace(self, **{name: math.ceil(getattr(self, name) * share) for name in shared})
+        parts = {name: math.ceil(getattr(self, name) * share) for name in shared}
+        return replace(self, **parts, in_flight=in_flight, layers_in_flight=layers_in_flight)
 
     @classmethod
     def from_config(
@@ -298,7 +307,7 @@ class MemoryModel:
     @property
     def token(self) -> int:
         """Bytes per token that are kept until backward: all layers, with or without checkpointing."""
-        return self.base_token + self.layers * self._layer_kept
+        return self.in_flight * self.base_token + self._layers_kept * self._layer_kept
 
     @property
     def logits(self) -> int:
@@ -308,7 +317,11 @@ class MemoryModel:
     @property
     def offloadable_token_bytes(self) -> int:
         """Bytes per token that may go to host memory: what all layers but two keep."""
-        return max(0, self.layers - 2) * self._layer_kept
+        return max(0, self._layers_kept - 2) * self._layer_kept
+
+    @property
+    def _layers_kept(self) -> int:
+        return self.layers_in_flight or self.layers
 
     @property
     def _layer_kept(self) -> int:

@@ -27,7 +27,7 @@ from hf_longctx.planner.cost.selective_offload import Offload
 from hf_longctx.planner.memory.device_bytes import reserve_of
 from hf_longctx.planner.memory.memory_model import HOST_SHARE, MemoryModel
 from hf_longctx.planner.memory.state_bytes import Trained
-from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, fullest_share
+from hf_longctx.planner.stages.stage_layers import TYPICAL_LENGTH, fullest_share, most_in_flight
 from hf_longctx.planner.topology import FULL
 from hf_longctx.precision import cpu_kind
 from hf_longctx.settings.longctx import LongContextPlugin
@@ -224,7 +224,7 @@ def counted_memory(
         weight_bytes = 4
     # Some layers that are not checkpointed are counted as if none were.
     every: Any = (args.gradient_checkpointing_kwargs or {}).get("every_n_layers", 1)
-    share = fullest_share(config, world.stages, plugin.virtual_stages, plugin.capacity or TYPICAL_LENGTH)
+    stages = (config, world.stages, plugin.virtual_stages, plugin.capacity or TYPICAL_LENGTH)
     return MemoryModel.from_config(
         config,
         sharding=world.sharding,
@@ -243,7 +243,7 @@ def counted_memory(
         ulysses_degree=plugin.ulysses_degree,
         deterministic=bool(args.full_determinism),
         **parts,
-    ).in_stages(share)
+    ).in_stages(fullest_share(*stages), *most_in_flight(*stages))
 
 
 def adapted_projections(model: Any) -> dict[str, int]:
