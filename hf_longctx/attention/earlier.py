@@ -13,6 +13,8 @@ A layer that activation checkpointing recomputes finds what was kept. Nothing is
 of this rank in a chunk, C in all chunks before it, Hkv key/value heads, D head dimension.
 """
 
+import functools
+
 import torch
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -26,7 +28,9 @@ class EarlierChunks:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], Pair] = {}
-        """(layer, tokens before the chunk on this rank) -> its keys and values, leaves of autograd that gather gradients"""
+        """(layer, tokens before the chunk on this rank) -> its keys and values, leaves of autograd"""
+        self._found: dict[tuple[int, int, int], torch.Tensor] = {}
+        """(those, 0 for keys and 1 for values) -> the sum of what later chunks found for them, in float32 or float64"""
 
     def extend(self, layer: int, before: int, k: torch.Tensor, v: torch.Tensor) -> Pair:
         """k and v [T, Hkv, D] of a chunk -> [T + C, Hkv, D] with those of the chunks before it; keeps them for the next.
@@ -41,6 +45,8 @@ class EarlierChunks:
         learns = k.requires_grad or v.requires_grad  # an adapter may be on one of them alone
         if (layer, before) not in self._kept:
             self._kept[layer, before] = (k.detach().requires_grad_(learns), v.detach().requires_grad_(learns))
+            for place, leaf in enumerate(self._kept[layer, before] if learns else ()):
+                leaf.register_post_accumulate_grad_hook(functools.partial(self._add, (layer, before, place)))
         if learns and not self._kept[layer, before][0].requires_grad:
             raise RuntimeError(
                 f"layer {layer} ran without gradients first, so what later chunks find for its keys would be lost. Valid: "
@@ -58,10 +64,19 @@ class EarlierChunks:
             k, v = _Joined.apply(k, v, self, (layer, before))
         return torch.cat([k, *(k for k, _ in earlier)]), torch.cat([v, *(v for _, v in earlier)])
 
+    def _add(self, key: tuple[int, int, int], leaf: torch.Tensor) -> None:
+        """Take the gradient of a leaf: in bfloat16, a sum over many chunks would lose what is small."""
+        found, leaf.grad = leaf.grad, None
+        assert found is not None, "its gradient was accumulated"
+        if key in self._found:
+            self._found[key] += found
+        else:
+            self._found[key] = found.to(torch.promote_types(found.dtype, torch.float32))
+
     def take(self, key: tuple[int, int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return what later chunks found for keys and values, which are then no longer kept."""
-        k, v = self._kept.pop(key)
-        return k.grad, v.grad
+        del self._kept[key]
+        return self._found.pop((*key, 0), None), self._found.pop((*key, 1), None)
 
 
 class _Joined(torch.autograd.Function):
@@ -76,4 +91,4 @@ class _Joined(torch.autograd.Function):
     def backward(ctx, *gradients):
         chunks, key = ctx.of
         later = chunks.take(key)
-        return *(own if more is None else own + more for own, more in zip(gradients, later)), None, None
+        return *(own if more is None else (own + more).to(own.dtype) for own, more in zip(gradients, later)), None, None

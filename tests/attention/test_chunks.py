@@ -106,6 +106,18 @@ def test_without_gradients_chunks_are_kept_too():
     torch.testing.assert_close(torch.cat(outputs), dense(given, [LENGTH], kind)[0], rtol=1e-10, atol=1e-10)
 
 
+def test_what_many_chunks_find_is_summed_in_float32():
+    """In bfloat16, 1 and many 500ths of it would stay 1."""
+    earlier, chunks = EarlierChunks(), 32
+    keys = [torch.ones(4, 1, 2, dtype=torch.bfloat16, requires_grad=True) for _ in range(chunks)]
+    joined = [earlier.extend(0, 4 * chunk, k, k.detach()) for chunk, k in enumerate(keys)]
+    for chunk, (k, _) in reversed(list(enumerate(joined))):
+        k.backward(torch.full_like(k, 1.0 if chunk == chunks - 1 else 0.002))
+    assert keys[0].grad is not None
+    expected = torch.full_like(keys[0], 1 + 0.002 * (chunks - 1))
+    torch.testing.assert_close(keys[0].grad, expected, rtol=0.004, atol=0)
+
+
 def test_a_chunk_needs_those_before_it():
     layouts = chunked(0, 12, (0,), 3)
     earlier = EarlierChunks()

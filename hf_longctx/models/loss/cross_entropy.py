@@ -132,13 +132,15 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_logits.scatter_add_(1, target, minus_one if here is None else minus_one * here)
             if grad_bias is not None:
                 grad_bias += grad_logits.sum(0)
+            if grad_weight is not None and h.dtype == torch.float16:
+                grad_weight += _product_in_float32(grad_logits.t(), h)
             grad_logits = grad_logits.to(h.dtype)
             if grad_hidden is not None:
                 of_rows = grad_logits @ weight
                 if part is not None:
                     dist.all_reduce(of_rows, group=part.group)
                 grad_hidden[rows] = of_rows
-            if grad_weight is not None:
+            if grad_weight is not None and h.dtype != torch.float16:
                 grad_weight += grad_logits.t() @ h
         ctx.gradients = (grad_hidden, grad_weight, grad_bias)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
@@ -152,6 +154,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ]
         ctx.gradients = None
         return scaled[0], scaled[1], None, scaled[2], *(None,) * 6
+
+
+def _product_in_float32(grad_logits: torch.Tensor, h: torch.Tensor) -> torch.Tensor:
+    """grad_logits [V, t] times h [t, H]. In float16, a sum over thousands of rows with one label overflows, before the scaler's
+    factor is divided out."""
+    if h.is_cuda:
+        return torch.mm(grad_logits.to(h.dtype), h, out_dtype=torch.float32)
+    return grad_logits @ h.float()
 
 
 def _own_rows(target: torch.Tensor, part: VocabularySlice, count: int) -> tuple[torch.Tensor, torch.Tensor]:

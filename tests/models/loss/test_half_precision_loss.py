@@ -4,6 +4,7 @@ import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from hf_longctx import Layout, Segment, patch_model
+from hf_longctx.models.loss.cross_entropy import chunked_cross_entropy
 from hf_longctx.models.loss.own_logits import own_cross_entropy
 
 
@@ -28,6 +29,22 @@ def test_hidden_states_may_sum_beyond_float16() -> None:
     assert loss == 0
     assert hidden.grad is not None
     assert not hidden.grad.any()
+
+
+def test_gradients_of_a_head_may_sum_beyond_float16() -> None:
+    """Of thousands of rows with one label, before what scales the loss is divided out: no scaler could help."""
+    rows = 4096
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        weight, hidden = torch.randn(16, 8) * 0.02, 20 + torch.rand(rows, 8)
+    labels = torch.full((rows,), 3)
+    halves = [x.half().requires_grad_() for x in (hidden, weight)]
+    whole = [x.detach().float().requires_grad_() for x in halves]
+    (chunked_cross_entropy(*halves, labels, chunk_tokens=rows) / rows).backward()
+    torch.nn.functional.cross_entropy(whole[0] @ whole[1].t(), labels).backward()
+    for half, right in zip(halves, whole):
+        assert half.grad is not None
+        torch.testing.assert_close(half.grad.float(), right.grad, rtol=2e-3, atol=1e-5)
 
 
 def test_hidden_states_may_be_wider_than_the_head() -> None:
