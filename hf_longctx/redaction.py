@@ -14,6 +14,11 @@ MOST_ENTRIES = 20
 """Entries of a list that are shown; a directory may hold more files than anyone reads."""
 
 _SECRET_KEY = re.compile(r"(tokens?|secret|password|passwd|passphrase|credentials?|key)$", re.I)
+_PASSWORD_KEY = re.compile(r"(secret|password|passwd|passphrase|credentials?)$", re.I)
+"""Names of secrets that may be numbers; keys and tokens are counted too."""
+_OF_A_VOCABULARY = re.compile(
+    r"(^|_)(bos|eos|pad|unk|sep|cls|mask|added|special|extra|stop|image|audio|video)(_special)?_tokens?$", re.I
+)
 _NAMED = r"[^=&\s]*(?:sig|signature|token|key|secret|credential|password)[^=&\s]*"
 _IN_TEXT = (
     (re.compile(r"(?<=://)[^/\s@]+@"), ""),
@@ -23,9 +28,26 @@ _IN_TEXT = (
 )
 
 
+def without_named_secrets(value: Any, key: str = "") -> Any:
+    """A copy of nested mappings and lists without values whose keys name secrets: all else stays as it is, to be read again."""
+    if _is_named_secret(value, key):
+        return HIDDEN
+    if isinstance(value, Mapping):
+        return {str(name): without_named_secrets(item, str(name)) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [without_named_secrets(item, key) for item in value]
+    return value
+
+
+def _is_named_secret(value: Any, key: str) -> bool:
+    if isinstance(value, str):
+        return bool(_SECRET_KEY.search(key)) and not _OF_A_VOCABULARY.search(key)
+    return isinstance(value, int | float) and not isinstance(value, bool) and bool(_PASSWORD_KEY.search(key))
+
+
 def redacted(value: Any, key: str = "") -> Any:
     """A copy of nested mappings, lists, texts and numbers without secrets, its long lists shortened."""
-    if _SECRET_KEY.search(key) and isinstance(value, str):
+    if _is_named_secret(value, key):
         return HIDDEN
     if isinstance(value, Mapping):
         return {str(name): redacted(item, str(name)) for name, item in value.items()}

@@ -133,7 +133,11 @@ def load_split(
         for folder in filter(None, starmap(prepared_folder, sources)):
             compare_tokenizer(folder, tokenizer)
     weights = tuple(tuple(section.weight) for section, _ in sources) if split == data.train_split else ()
-    if output is None and (alone := _alone(data, split)) is not None and (in_place := _in_place(*alone)):
+    if (
+        output is None
+        and (alone := _alone(data, split)) is not None
+        and (in_place := _in_place(*alone, skips=data.bad_rows == "skip"))
+    ):
         return in_place
     if prepared is None:
         cache = default_cache_dir()
@@ -161,14 +165,14 @@ def _alone(data: DataConfig, split: str) -> tuple[SourceSection, str] | None:
     return sources[0] if once else None
 
 
-def _in_place(section: SourceSection, split: str) -> Dataset | None:
-    """Load a data set that needs no preparation; None: it does."""
+def _in_place(section: SourceSection, split: str, *, skips: bool) -> Dataset | None:
+    """Load a data set that needs no preparation; None: it does, as where bad rows are to be left out (`skips`)."""
     if not _may_be_in_place(section):
         return None
     directory = _directory(str(section.path))
     prepared = _prepared_in(directory, split)
     if prepared is None:
-        return _tokenised_in(section, directory, split)
+        return None if skips else _tokenised_in(section, directory, split)
     dataset = load_prepared(prepared)
     dataset.compared = True
     return dataset

@@ -17,9 +17,12 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from hf_longctx import run as run_module
+from hf_longctx.data.formats import RowFormat
 from hf_longctx.data.prepared import PreparedDataset
+from hf_longctx.redaction import without_named_secrets
 from hf_longctx.run_documents import load_split
 from hf_longctx.settings import DataConfig
+from hf_longctx.settings.data import EMBEDDED_DATA
 from hf_longctx.training.run_state import RunState, data_version_of
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import RecordingTrainer, arguments, documents, fresh_accelerator_state
@@ -227,3 +230,39 @@ def test_rows_tokenised_on_the_fly_are_the_documents_that_are_prepared(tmp_path:
     again = load_split(data.model_copy(update={"on_the_fly": True}), "train", tokenizer)
     assert again.index.fingerprint == raw.index.fingerprint
     assert not ray.is_initialized()  # lengths were in the cache
+
+
+def test_bad_rows_are_left_out_of_a_saved_data_set_too(tokenizer, tmp_path):
+    rows = [{"input_ids": [1, 2, 3], "labels": [1, 2, 3]}, {"input_ids": [1, 2, 3], "labels": [4, 5]}]
+    Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    data = DataConfig(path=str(tmp_path / "saved"), bad_rows="skip")
+    assert len(load_split(data, "train", tokenizer)) == 1
+
+
+def test_a_run_s_record_names_its_documents_again(tmp_path):
+    """Files that have no splits stand under a name that no split has; of many files, none is left out."""
+    for number in range(25):
+        (tmp_path / f"hf_instruct_mixture_{number}.jsonl").write_text('{"text": "w1 w2"}\n')
+    given = DataConfig(sources=[{"path": str(tmp_path / "*.jsonl")}, {"path": EMBEDDED_DATA}], eval_fraction=0.1)
+    stored = json.loads(json.dumps(without_named_secrets(given.model_dump(mode="json", exclude_unset=True))))
+    assert DataConfig(**stored) == given
+
+
+def test_a_file_is_named_once(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "w1"}\n')
+    (tmp_path / "b.jsonl").write_text('{"text": "w2"}\n')
+    every, one = str(tmp_path / "*.jsonl"), str(tmp_path / "a.jsonl")
+    with pytest.raises(ValueError, match=r"a\.jsonl is named 2 times, and would be read so often"):
+        DataConfig(path=[one, every])
+    data = DataConfig(path={"train": every, "test": one}, eval_split="test")
+    [(key, rule)] = data.problems()
+    assert key == "path"
+    assert "a.jsonl is of the split to train on and of data.eval_split, 'test'" in rule
+    assert not list(DataConfig(path={"train": every, "test": one}).problems())
+
+
+def test_what_a_message_holds_under_our_name_beside_theirs_is_no_text():
+    """Arrow gives all messages of a column the keys of each."""
+    row = {"messages": [{"speaker": "user", "says": "Hi", "role": None, "content": ""}]}
+    renamed = RowFormat({"role": "speaker", "content": "says"}, {}).renamed(row)
+    assert renamed["messages"] == [{"role": "user", "content": "Hi"}]

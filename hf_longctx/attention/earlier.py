@@ -66,12 +66,12 @@ class EarlierChunks:
 
     def _add(self, key: tuple[int, int, int], leaf: torch.Tensor) -> None:
         """Take the gradient of a leaf: in bfloat16, a sum over many chunks would lose what is small."""
-        found, leaf.grad = leaf.grad, None
-        assert found is not None, "its gradient was accumulated"
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None, "it was accumulated"
         if key in self._found:
-            self._found[key] += found
+            self._found[key] += gradient
         else:
-            self._found[key] = found.to(torch.promote_types(found.dtype, torch.float32))
+            self._found[key] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
 
     def take(self, key: tuple[int, int]) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return what later chunks found for keys and values, which are then no longer kept."""

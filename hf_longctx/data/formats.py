@@ -102,7 +102,11 @@ class RowFormat:
         if not isinstance(message, Mapping):
             return message
         keys = {self.columns[name]: name for name in MESSAGE_KEYS if name in self.columns}
-        result: dict[str, Any] = {keys.get(str(key), str(key)): value for key, value in message.items()}
+        # What the message holds under our name, beside theirs, is something else: Arrow fills in keys of other messages too.
+        others = {name for theirs, name in keys.items() if theirs in message} - keys.keys()
+        result: dict[str, Any] = {
+            keys.get(str(key), str(key)): value for key, value in message.items() if str(key) not in others
+        }
         role = result.get("role")
         if isinstance(role, str) and role in self.roles:
             result["role"] = self.roles[role]

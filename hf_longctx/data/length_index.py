@@ -302,6 +302,8 @@ def _first_row(dataset: Any) -> Any:
 def _integers(row: Mapping[str, Any], name: str, doc: int) -> np.ndarray:
     """[T] integers."""
     values = np.asarray(row[name])
+    if isinstance(row[name], list) and bool in set(map(type, row[name])):
+        values = np.asarray([True])  # numpy counts it as 1 where integers stand beside it
     if values.ndim != 1 or (values.size and not np.issubdtype(values.dtype, np.integer)):
         raise TypeError(
             f"{name} of document {doc} must be one sequence of integers, got {values.dtype} of shape {values.shape}"

@@ -21,7 +21,7 @@ from hf_longctx.data.reading.source import SourceError, Unit
 from hf_longctx.data.tokenisation import EMPTY, Document, Tokenisation
 from hf_longctx.whole_files import written_whole
 
-FORMAT = 4
+FORMAT = 5
 """Counts changes of what a shard holds."""
 
 BATCH_CHARACTERS = 1 << 21
@@ -141,10 +141,16 @@ def _tokenised(
             writer.write_batch(_record_batch(documents, schema))
             lengths.append(np.array([len(document.input_ids) for document in documents]))
             label_tokens.append(np.array([_label_tokens(document) for document in documents]))
-            largest = max(largest, *(int(document.input_ids.max()) for document in documents))
+            largest = max(largest, *map(_largest_id, documents))
             rendered = rendered or any(document.rendered for document in documents)
     counts = np.concatenate(lengths), np.concatenate(label_tokens)
     return Shard(path, *counts, tuple(refused), largest, with_labels, str(unit), partial.stat().st_size, rendered)
+
+
+def _largest_id(document: Document) -> int:
+    """Return the largest of a document's tokens and labels, which a model's vocabulary must hold."""
+    columns = [document.input_ids] if document.labels is None else [document.input_ids, document.labels]
+    return max(int(column.max()) for column in columns)
 
 
 def _documents(

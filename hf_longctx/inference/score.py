@@ -282,12 +282,13 @@ def _token_ids(document: torch.Tensor | Sequence[int], name: str, language_model
             f"{name} has shape {tuple(ids.shape)} and dtype {ids.dtype}: token ids are integers [length], at least one; of a "
             "tokenizer's batch pass input_ids[i], without its padding"
         )
+    ids = ids.long()  # torch has no smallest of uint16
     tokens = language_model.get_input_embeddings().num_embeddings
     smallest, largest = int(ids.min()), int(ids.max())
     if smallest < 0 or largest >= tokens:
         raise ValueError(f"{name} holds token ids {smallest} to {largest}; the model knows 0 to {tokens - 1}")
     refuse_beyond_positions(language_model, len(ids), name)
-    return ids.long()
+    return ids
 
 
 def _degree(ulysses: int, world_size: int) -> int:

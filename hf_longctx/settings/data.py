@@ -5,7 +5,9 @@ Files and folders are looked for, and small ones that name splits are read; no d
 
 import glob
 import json
+import os
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,9 +57,14 @@ def _existing(path: Any, info: ValidationInfo) -> str | dict[str, list[str]]:
         names = [files] if isinstance(files, str) else files
         if not (isinstance(split, str) and isinstance(names, list) and names):
             raise ValueError(f"must be a path, a non-empty list of paths, or split -> path(s), got {shown(path)}")
-        if isinstance(path, dict):
+        if isinstance(path, dict) and split != ANY_SPLIT:  # which a run's record says of files without splits
             _split_name(split)
         by_split[split] = [file for name in names for file in _files(name)]
+        places = Counter(os.path.realpath(file) for file in by_split[split])
+        if twice := [place for place, count in places.items() if count > 1]:
+            raise ValueError(
+                f"{twice[0]} is named {places[twice[0]]} times, and would be read so often; weight repeats documents"
+            )
     return by_split
 
 
@@ -258,6 +265,14 @@ class DataConfig(SourceKeys):
                     f"sources.{number}.train_split",
                     f"{self.eval_split!r} is data.eval_split too, and would be learned and measured",
                 )
+            if isinstance(source.path, dict):
+                learned = map(os.path.realpath, source.path.get(source.train_split or self.train_split, []))
+                if both := sorted(set(learned) & set(map(os.path.realpath, source.path.get(self.eval_split, [])))):
+                    yield (
+                        "path" if self.sources is None else f"sources.{number}.path",
+                        f"{both[0]} is of the split to train on and of data.eval_split, {self.eval_split!r}, and would be "
+                        "learned and measured",
+                    )
 
     def _only_rows_of_arrow(self) -> Iterator[tuple[str, str]]:
         for name, value in (("sources", self.sources), ("max_tokens", self.max_tokens)):

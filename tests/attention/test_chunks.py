@@ -107,7 +107,7 @@ def test_without_gradients_chunks_are_kept_too():
 
 
 def test_what_many_chunks_find_is_summed_in_float32():
-    """In bfloat16, 1 and many 500ths of it would stay 1."""
+    """A sum of 1 and many 500ths of it would stay 1 in bfloat16."""
     earlier, chunks = EarlierChunks(), 32
     keys = [torch.ones(4, 1, 2, dtype=torch.bfloat16, requires_grad=True) for _ in range(chunks)]
     joined = [earlier.extend(0, 4 * chunk, k, k.detach()) for chunk, k in enumerate(keys)]

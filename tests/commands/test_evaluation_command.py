@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from matplotlib.image import imread
@@ -17,7 +18,7 @@ from hf_longctx.certificate import certificate as certificates
 from hf_longctx.commands.evaluate import Wanted, evaluate, evaluate_on_rank
 from hf_longctx.commands.shared.inference_precision import inference_precision
 from hf_longctx.commands.shared.loading import load_model, load_tokenizer, readable_weights, resolved
-from hf_longctx.commands.shared.ranks import start_ranks
+from hf_longctx.commands.shared.ranks import loopback_store, start_ranks
 from hf_longctx.data.cache import default_cache_dir
 from hf_longctx.data.embedded.embedded_model import prepare_model
 from hf_longctx.inference.evaluation.evaluate import evaluate_model
@@ -299,3 +300,11 @@ def test_weights_that_cannot_be_written_are_not_taken_for_damaged_ones(tmp_path:
     (tmp_path / "model.safetensors").write_bytes(b"cut off")
     with pytest.raises(ValueError, match=r"model\.safetensors cannot be read"), readable_weights(tmp_path):
         load_file(tmp_path / "model.safetensors")
+
+
+def test_ranks_meet_where_no_other_machine_can_come():
+    store = loopback_store()
+    listening = [known.laddr for known in psutil.Process().net_connections() if known.status == psutil.CONN_LISTEN]
+    assert [address.ip for address in listening if address.port == store.port] == ["127.0.0.1"]
+    store.set("name", "value")
+    assert store.get("name") == b"value"

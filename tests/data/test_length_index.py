@@ -222,3 +222,8 @@ def test_a_sample_tells_documents_of_the_same_lengths_apart_where_rows_stay_as_t
     assert sample == sample_of(rows) == sample_of(table.with_format("torch"))
     assert sample_of(table.select(range(99, -1, -1))) != sample
     assert sample_of(table.with_transform(lambda batch: batch)) is None
+
+
+def test_a_truth_value_among_tokens_is_no_token():
+    with pytest.raises(TypeError, match="input_ids of document 0 must be one sequence of integers, got bool"):
+        LengthIndex.from_dataset([{"input_ids": [True, 5, 6]}])

@@ -7,11 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hf_longctx.data.length_index import LengthIndex
+from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
 from hf_longctx.data.page_cache import MappedFiles
 from hf_longctx.data.prepare import Part, PrepareError, prepare
 from hf_longctx.data.prepared import REFUSED, load_prepared
 from hf_longctx.data.reading.source import Source
+from hf_longctx.data.reading.unit import whole_file
 from hf_longctx.data.tokenisation import Tokenisation
 
 
@@ -243,3 +244,33 @@ def test_files_that_folders_share_are_not_to_be_written_and_what_is_written_into
     assert files.changed() == [str(first)]
     assert not files.changed()
     assert not MappedFiles(["no data set"]).changed()
+
+
+def test_labels_count_in_what_a_vocabulary_must_hold(tmp_path):
+    """One outside of it was found in the middle of a step, or, with tensor parallelism, not at all."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input_ids": [1, 2, 3, 4], "labels": [1, 2, 50000, -100]}\n')
+    dataset = load_prepared(prepare([Part(Source(str(path)), Tokenisation(None))], tmp_path / "cache", workers=1))
+    assert dataset.manifest.largest_id == 50000
+    refuse_tokens_outside(dataset, 50001)
+    with pytest.raises(ValueError, match=r"labels.*50000"):
+        refuse_tokens_outside(dataset, 50000)
+
+
+def test_a_wildcard_reads_no_file_twice(tmp_path):
+    """`**` matches folders too, and those are read whole."""
+    for name in ("a", "sub/b", "sub/deep/c"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / f"{name}.jsonl").write_text(f'{{"text": "{name}"}}\n')
+    for pattern in ("**/*", "**", "**/*.jsonl"):
+        units = Source(str(tmp_path / pattern)).units()
+        assert sorted(row.values["text"] for unit in units for row in unit.rows()) == ["a", "sub/b", "sub/deep/c"]
+
+
+def test_a_table_that_changed_within_a_process_is_another_whatever_its_date_says(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("text\none\n")
+    status, before = path.stat(), whole_file(str(path))
+    path.write_text("text\ntwo\n")
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert whole_file(str(path)) != before

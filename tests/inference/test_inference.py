@@ -6,6 +6,7 @@ to 1e-10 of the largest. What `generate` chooses afterwards is the same, token b
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -332,3 +333,10 @@ def test_a_rank_that_refuses_its_arguments_is_not_waited_for(ranks2: RankPool):
     first, second = ranks2.run(refusals, [{"ulysses": 1}, {"ulysses": 0}])
     assert "ranks [1] passed other arguments to score than rank 0, or refused theirs" in first
     assert "ulysses=0" in second
+
+
+def test_tokens_may_be_of_any_width():
+    """Tokens of a memory map are uint16, of which torch has no smallest."""
+    model, ids = patch_model(tiny_llama()), [3, 5, 7, 9]
+    [expected], [narrow] = score(model, [ids]), score(model, [np.array(ids, np.uint16)])
+    assert torch.equal(narrow, expected)

@@ -22,7 +22,7 @@ from typing import Any
 
 import psutil
 
-from hf_longctx.commands.shared.ranks import USER_ERROR, cores
+from hf_longctx.commands.shared.ranks import USER_ERROR, cores, loopback_store
 
 FAILED = "hf_longctx/failed"
 """Name of the number in the store."""
@@ -57,9 +57,11 @@ def start_program(ranks: int, arguments: Sequence[str]) -> int:
 
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores() // ranks)))
     os.environ[LAUNCHER] = str(os.getpid())
-    here = {"rdzv_backend": "c10d", "rdzv_endpoint": "localhost:0", "local_addr": "localhost"}
-    run_id = uuid.uuid4().hex
-    agent: Any = LaunchConfig(1, 1, ranks, run_id=run_id, max_restarts=0, **here)  # type: ignore[arg-type]
+    store, run_id = loopback_store(), uuid.uuid4().hex
+    # Its only agent finds the server of this store at its port, and makes none, which would listen on all interfaces.
+    here = {"rdzv_backend": "static", "rdzv_endpoint": f"127.0.0.1:{store.port}", "local_addr": "127.0.0.1"}
+    guest: Any = {"rdzv_configs": {"rank": 0}}
+    agent: Any = LaunchConfig(1, 1, ranks, run_id=run_id, max_restarts=0, **here, **guest)  # type: ignore[arg-type]
     logging.disable(logging.ERROR)  # the agent's own words about a rank that has said what is wrong
     try:
         elastic_launch(agent, sys.executable)("-m", "hf_longctx", *arguments)

@@ -10,6 +10,7 @@ between ranks here: nothing but barriers.
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import tempfile
 import traceback
@@ -120,11 +121,10 @@ def start_ranks(function: Callable[..., None], arguments: Sequence[Any], ranks: 
         ValueError: with the words of a ValueError or OSError that a rank raised.
         ProcessExitedException, ProcessRaisedException: of torch, another error; its traceback was printed by the rank.
     """
-    import torch.distributed as dist
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException, get_context, start_processes
 
     get_context(START).set_forkserver_preload([*IMPORTED, function.__module__])
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = loopback_store()
     with tempfile.TemporaryDirectory() as folder:
         try:
             given = (ranks, store.port, Path(folder), function, tuple(arguments))
@@ -134,6 +134,24 @@ def start_ranks(function: Callable[..., None], arguments: Sequence[Any], ranks: 
             if not messages:
                 raise
             raise ValueError(messages[0].read_text(encoding="utf-8")) from None
+
+
+def loopback_store() -> Any:
+    """Return a store that processes of this machine meet at, and nobody else: torch's own listens on all interfaces."""
+    import torch.distributed as dist
+
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.bind(("127.0.0.1", 0))
+    listening.listen()
+    port = listening.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _new_rank(

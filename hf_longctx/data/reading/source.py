@@ -116,7 +116,7 @@ class Source:
             return self._directory(named, unit_bytes)
         if os.path.isfile(named):
             return self._file(named, unit_bytes)
-        if matches := sorted(glob(named, recursive=True)):
+        if matches := _outermost(sorted(glob(named, recursive=True))):
             read = [self._directory if os.path.isdir(match) else self._file for match in matches]
             return [unit for match, units_of in zip(matches, read) for unit in units_of(match, unit_bytes)]
         if HUB_NAME.fullmatch(named) and self.documents == "rows" and os.path.splitext(named)[1] not in READERS:
@@ -167,3 +167,13 @@ def _reader(path: str) -> Callable[[str, str, int], list[Unit]]:
             "Compressed files are to be unpacked first; pickles are never read, for they run code"
         )
     return READERS[ending]
+
+
+def _outermost(matches: list[str]) -> list[str]:
+    """Drop what lies in a folder that matched too, and is read with it."""
+    folders = {os.path.normpath(match) for match in matches if os.path.isdir(match)}
+    return [
+        match
+        for match in matches
+        if not any(str(parent) in folders for parent in Path(os.path.normpath(match)).parents)
+    ]

@@ -94,15 +94,15 @@ def opened_text(path: str, name: str) -> Iterator[TextIO]:
 
 
 def whole_file(path: str) -> str:
-    """Fingerprint of a file's bytes. Each process reads the file once for it, and again only if its size or time have
-    changed. Raises SourceError where it cannot be read."""
+    """Fingerprint of a file's bytes. Each process reads the file once for it, and again only if its size or one of its times
+    have changed, of which no program sets the time of the last change. Raises SourceError where it cannot be read."""
     with opened(path, path) as file:
         status = os.fstat(file.fileno())
-    return _whole_file(path, status.st_size, status.st_mtime_ns)
+    return _whole_file(path, status.st_size, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
 
 
 @lru_cache
-def _whole_file(path: str, size: int, modified: int) -> str:
+def _whole_file(path: str, size: int, version: tuple[int, ...]) -> str:
     return fingerprint_of((), [(path, 0, size)])
 
 

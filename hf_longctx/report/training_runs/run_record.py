@@ -24,7 +24,7 @@ import numpy as np
 from hf_longctx.counting.config_fields import field_values
 from hf_longctx.planner.plan import COLUMNS, SCALARS, StepPlan
 from hf_longctx.planner.topology import Topology
-from hf_longctx.redaction import redacted
+from hf_longctx.redaction import redacted, without_named_secrets
 from hf_longctx.report.pictures.certificates import length_buckets
 from hf_longctx.report.training_runs.run_files import Anything, Record, read_file, refuse_other
 from hf_longctx.whole_files import written_whole
@@ -70,10 +70,16 @@ def write_record(
         "slowest": [_slow_step(trainer.training_steps(), slow_step) for slow_step in trainer.measurements.slowest],
         "mfu_left_out": trainer.measurements.no_mfu,
         "environment": _environment(trainer.measurements.device_name),
-        "configuration": redacted(configuration) if configuration else None,
+        "configuration": _configuration(configuration) if configuration else None,
     }
     with written_whole(Path(args.output_dir) / RUN) as partial:
         partial.write_text(json.dumps(record) + "\n")
+
+
+def _configuration(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the user set without secrets. Documents are found by it again: names of files stay whole, and all of them."""
+    documents = {"data": without_named_secrets(given["data"])} if "data" in given else {}
+    return {**redacted(given), **documents}
 
 
 def read_record(directory: Path) -> dict[str, Any]:
@@ -146,7 +152,7 @@ def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) ->
     adapters = getattr(model, "peft_config", None)
     return dimensions | {
         "architecture": type(bare).__name__.removeprefix("FSDP"),
-        "base": base_model or getattr(config, "_name_or_path", "") or None,
+        "base": _whole_path(base_model or getattr(config, "_name_or_path", "") or None),
         "parameters": sum(count for count, _ in weights),
         "trained_parameters": sum(count for count, learns in weights if learns),
         "dtype": str(bare.dtype).removeprefix("torch."),
@@ -160,6 +166,11 @@ def _model(model: Any, parameters: Mapping[str, Any], base_model: str | None) ->
         else None,
         "kv_elements_per_token": _kv_elements(text),
     }
+
+
+def _whole_path(name: str | None) -> str | None:
+    """Return the absolute path of a folder that is here: read elsewhere, a relative one would look like a name of the hub."""
+    return str(Path(name).resolve()) if name and Path(name).exists() else name
 
 
 def _kv_elements(config: Any) -> int | None:

@@ -32,7 +32,7 @@ def test_hidden_states_may_sum_beyond_float16() -> None:
 
 
 def test_gradients_of_a_head_may_sum_beyond_float16() -> None:
-    """Of thousands of rows with one label, before what scales the loss is divided out: no scaler could help."""
+    """Thousands of rows with one label do, before what scales the loss is divided out: no scaler could help."""
     rows = 4096
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -389,6 +389,8 @@ def test_a_long_curve_is_thinned_to_its_means():
             {"wandb_api_key": "x", "max_tokens": 7, "seed": None},
             {"wandb_api_key": HIDDEN, "max_tokens": 7, "seed": None},
         ),
+        ({"eos_token": "</s>", "added_tokens": ["<x>"]}, {"eos_token": "</s>", "added_tokens": ["<x>"]}),
+        ({"password": 12345, "enough_tokens": 12345}, {"password": HIDDEN, "enough_tokens": 12345}),
         (["a", {"storage": {"aws_secret_access_key": "x"}}], ["a", {"storage": {"aws_secret_access_key": HIDDEN}}]),
         ("https://me:secret@host/x.jsonl", "https://host/x.jsonl"),
         ("s3://bucket/x?X-Amz-Signature=ab12&part=2", f"s3://bucket/x?X-Amz-Signature={HIDDEN}&part=2"),
