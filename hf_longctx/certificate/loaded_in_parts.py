@@ -5,7 +5,8 @@ a layer that mixes features which lie on several ranks, or a weight that is put 
     the same weights in parts               the same, over two processes: once for each setting of MESHES that the run has
 
 Seen in 5.23: of 101 model types whose plan of tensor parallelism runs, Apertus (gradients of its activation's parameters),
-Gemma 3n and HRM (forward too); with fsdp_size, Bailing's hybrid (convolutions that a file holds in three pieces).
+Gemma 3n and HRM (forward too); with fsdp_size, five of 183, Bailing's hybrid (convolutions that a file holds in three pieces) and
+Kimi Linear among them.
 
 The processes are their own, on the CPU: a mesh of transformers takes a whole world, other precisions round by more than what is
 looked for, and ranks that fail apart would leave a run waiting. More parts than two are tried as two: the copy has few heads. The
