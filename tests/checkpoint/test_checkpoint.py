@@ -133,10 +133,12 @@ def test_leftovers_of_a_crash_go_and_a_checkpoint_that_was_just_being_replaced_c
 
 def test_a_file_with_the_name_of_a_checkpoint_stays_and_is_named(tmp_path):
     taken = tmp_path / "checkpoint-4"
-    taken.write_text("mine")
     writing = begin(taken)
+    taken.write_text("mine")
     with pytest.raises(CheckpointError, match="checkpoint-4 is a file, where a checkpoint was to be"):
         commit(writing, taken)
+    with pytest.raises(CheckpointError, match="checkpoint-4 is a file, where a checkpoint was to be"):
+        begin(taken)
     assert taken.read_text() == "mine"
 
 

@@ -14,7 +14,6 @@ after it. Nothing is sent between ranks here.
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -248,7 +247,7 @@ def _keeping(keywords: dict[str, Any], kept: KeptAttention) -> dict[str, Any]:
 def _brings(value: AlibiOverLayout | LayoutMask, kept: KeptAttention) -> AlibiOverLayout | LayoutMask:
     if isinstance(value, LayoutMask):
         return value.keeping(kept)
-    return replace(value, keywords=value.keywords | {"keep_attention": kept})
+    return AlibiOverLayout(value.slopes, value.keywords | {"keep_attention": kept})
 
 
 def _hooked(layer: torch.nn.Module, forward: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.models.layout_mask import CollectedKeys
 from tests.builders.plain_reference import exact_scores, reference_loss
 from tests.builders.tiny_models import FAMILIES, tiny_bloom, tiny_mpt
 from tests.worlds.rank_pool import RankPool, worker_state
@@ -199,18 +200,18 @@ def test_nothing_of_tokens_squared_is_built(family: str):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_collected_keys_and_values_are_those_of_a_cache(family: str):
-    collected: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    collected = CollectedKeys()
     model = patch_model(FAMILIES[family](torch.float64)).eval()
     plain = FAMILIES[family](torch.float64).eval()
     with torch.no_grad():
         model(input_ids=torch.cat([ids for ids, _ in DOCUMENTS])[None], layout=zigzag_layout(1), collect=collected)
-        assert sorted(collected) == [0, 1]
+        assert sorted(collected.of_layer) == [0, 1]
         row = 0
         for ids, _ in DOCUMENTS:
             with exact_scores(plain):
                 cached = plain(ids[None], use_cache=True)
             for index, layer in enumerate(cached.past_key_values.layers):
-                for ours, right in zip(collected[index], (layer.keys, layer.values)):
+                for ours, right in zip(collected.of_layer[index], (layer.keys, layer.values)):
                     seen = right.shape[2]  # a sliding cache keeps the window only
                     assert ours.shape == (sum(LENGTHS), right.shape[1], right.shape[3])
                     document = ours[row : row + len(ids)].transpose(0, 1)
