@@ -6,7 +6,7 @@ are never read. Nothing is sent.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HIDDEN = "(hidden)"
@@ -28,15 +28,33 @@ _IN_TEXT = (
 )
 
 
-def without_named_secrets(value: Any, key: str = "") -> Any:
+def without_named_secrets(value: Any) -> Any:
     """A copy of nested mappings and lists without values whose keys name secrets: all else stays as it is, to be read again."""
+    return _copied(value, "", lambda single: single, None)
+
+
+def redacted(value: Any, key: str = "") -> Any:
+    """A copy of nested mappings, lists, texts and numbers without secrets, its long lists shortened; `key`: its name, if any."""
+    return _copied(value, key, _shown, MOST_ENTRIES)
+
+
+def _copied(value: Any, key: str, single: Callable[[Any], Any], most: int | None) -> Any:
+    """Copy nested mappings and lists.
+
+    Args:
+        key: of the mapping that the value stands in.
+        single: what becomes of a value that is neither, and no secret by its key.
+        most: entries of a list that are kept; None: all.
+    """
     if _is_named_secret(value, key):
         return HIDDEN
     if isinstance(value, Mapping):
-        return {str(name): without_named_secrets(item, str(name)) for name, item in value.items()}
+        return {str(name): _copied(item, str(name), single, most) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [without_named_secrets(item, key) for item in value]
-    return value
+        kept = [_copied(item, key, single, most) for item in value[:most]]
+        left_out = len(value) - len(kept)
+        return [*kept, f"... and {left_out:,} more"] if left_out else kept
+    return single(value)
 
 
 def _is_named_secret(value: Any, key: str) -> bool:
@@ -45,18 +63,11 @@ def _is_named_secret(value: Any, key: str) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and bool(_PASSWORD_KEY.search(key))
 
 
-def redacted(value: Any, key: str = "") -> Any:
-    """A copy of nested mappings, lists, texts and numbers without secrets, its long lists shortened."""
-    if _is_named_secret(value, key):
-        return HIDDEN
-    if isinstance(value, Mapping):
-        return {str(name): redacted(item, str(name)) for name, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        kept = [redacted(item, key) for item in value[:MOST_ENTRIES]]
-        left_out = len(value) - len(kept)
-        return [*kept, f"... and {left_out:,} more"] if left_out else kept
-    if isinstance(value, str):
-        for pattern, instead in _IN_TEXT:
-            value = pattern.sub(instead, value)
+def _shown(value: Any) -> Any:
+    """Return a number as it is, and what else can be written as a text without secrets."""
+    if isinstance(value, (int, float, type(None))):
         return value
-    return value if isinstance(value, (int, float, type(None))) else redacted(str(value), key)
+    text = str(value)
+    for pattern, instead in _IN_TEXT:
+        text = pattern.sub(instead, text)
+    return text

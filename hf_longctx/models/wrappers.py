@@ -1,4 +1,4 @@
-"""Which model is inside of a wrapper."""
+"""Looks through the wrappers that adapters put around a model."""
 
 from typing import Any
 
