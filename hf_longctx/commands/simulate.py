@@ -154,9 +154,9 @@ def simulate(
     console.print(sweep_table(results))
     if any(outcome.run.recompute for result in results for outcome in result.outcomes):
         console.print("r: activations are recomputed, which is faster or the only way to fit")
-    if stages > 1 and schedule in ("gpipe", "interleaved"):
+    if stages > 1 and schedule == "gpipe":
         console.print(
-            f"memory, and the tokens/rank that fit, are those of 1f1b; {schedule} holds more activations",
+            "memory, and the tokens/rank that fit, are those of 1f1b; gpipe holds activations of all micro-batches of a step",
             soft_wrap=True,
         )
     for name in names:

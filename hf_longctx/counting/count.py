@@ -237,6 +237,7 @@ def _counted(keyed: _Keyed) -> _Counted:
         largest_weight=max((w.numel() for layer in first.layers for w in layer.parameters()), default=0),
         hidden=text.hidden_size if head is None else head.weight.shape[1],
         vocabulary=text.vocab_size if head is None else head.weight.shape[0],
+        tied=head is not None and any(weight is head.weight for weight in _embeddings(model)),
         layers=tuple(
             CountedLayer(
                 parameters=own[index],
@@ -371,6 +372,10 @@ def _projections(layers: list[torch.nn.Module]) -> dict[str, int]:
                 last = name.rpartition(".")[2]
                 widths_of[last] = widths_of.get(last, 0) + sum(widths)
     return widths_of
+
+
+def _embeddings(model: torch.nn.Module) -> Iterator[torch.Tensor]:
+    return (module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:

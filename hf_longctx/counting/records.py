@@ -74,6 +74,8 @@ class CountedModel:
     """Elements of a token between layers."""
     vocabulary: int
     """Rows of the output head."""
+    tied: bool
+    """Whether the output head is the embeddings' weight."""
     layers: tuple[CountedLayer, ...]
     outside_flops: int
     """FLOPs per token of products with weights outside of the decoder layers, the output head included."""

@@ -282,6 +282,8 @@ class ModelSizes:
     """Parameters of one layer's MLP, all experts."""
     root_parameters: int
     """Embeddings, output head, last norm."""
+    tied: bool
+    """Whether the output head is the embeddings' weight."""
     linear_parameters: int
     """All weights of matrix products but experts: what autocast copies."""
     largest_weight: int
@@ -354,6 +356,7 @@ class ModelSizes:
             layers_parameters=layers * layer_parameters,
             mlp_parameters=mlp * max(1, experts),
             root_parameters=embeddings + head + (4 if family == "bloom" else 1) * hidden,
+            tied=whole.tied,
             linear_parameters=layers * (in_attention + router + (0 if experts else mlp)) + head_rows * hidden,
             largest_weight=max(gate_up, hidden * intermediate, q_width * hidden),
             projections={name: layers * sum(widths) for name, widths in (attention | dense).items()},
@@ -363,11 +366,6 @@ class ModelSizes:
     def parameters(self) -> int:
         """Count all parameters: those of idle experts, norms and biases included."""
         return self.layers_parameters + self.root_parameters
-
-    @property
-    def tied(self) -> bool:
-        """Whether the output head is the embeddings' weight: there is but one of that size."""
-        return self.root_parameters < 2 * self.head_rows * self.hidden
 
     def adapted(self, targets: Collection[str] | None) -> tuple[str, ...]:
         """The projections that LoRA adapts: those named, or all (PEFT's "all-linear").
@@ -419,6 +417,7 @@ def _counted_sizes(counted: CountedModel, family: str | None, tensor_parallel: i
         layers_parameters=layers_parameters,
         mlp_parameters=counted.expert_parameters or 3 * hidden * intermediate,
         root_parameters=counted.parameters - layers_parameters,
+        tied=counted.tied,
         linear_parameters=counted.linear_parameters,
         largest_weight=counted.largest_weight,
         projections=counted.projections,

@@ -290,6 +290,7 @@ class StepPlan:
         fewest = self.topology.fewest_ranks(self.length)
         needed = 3 * self.length * (np.minimum(spread, fewest) - 1) // 4
         exchanged = self.length * (spread - 1) * (4 if self.exchange == "ring" else 3) // 4
+        exchanged += self._tokens_of_earlier_chunks * (spread - 1)
         return PlanSummary(
             planner=self.planner,
             mode=self.mode,
@@ -311,13 +312,25 @@ class StepPlan:
             offloaded_tokens=int((self.length * self.offload[self.micro_batch_of_document]).sum()) // 1000,
         )
 
+    @property
+    def _tokens_of_earlier_chunks(self) -> np.ndarray:
+        """int64 [documents]: tokens before each chunk of a document, summed over its chunks: their keys travel again."""
+        earlier = np.zeros(len(self.length), np.int64)
+        for micro_batch in np.flatnonzero(self.chunks > 1).tolist():
+            earlier[self.first_document[micro_batch]] = sum(self.chunk_stops(micro_batch)[:-1])
+        return earlier
+
     def _between_nodes(self) -> int:
-        """Tokens that cross from node to node: each node of a group brings in what the others hold, once."""
+        """Tokens that cross from node to node: each node of a group brings in what the others hold, once; over a ring, all but
+        the share of the rank over which it enters."""
         node = self.topology.node_size
         nodes = np.repeat(np.arange(len(self.cost)), self.members) * (self.world_size // node + 1) + self.rank // node
         apart = np.bincount(nodes[np.append(True, np.diff(nodes) != 0)] // (self.world_size // node + 1))
-        split = self.holder == SPLIT
-        return int((self.length * (apart[self.micro_batch_of_document] - 1))[split].sum()) * 3 // 4
+        apart, split = apart[self.micro_batch_of_document], self.holder == SPLIT
+        if self.exchange == "ring":
+            ranks = np.maximum(self.ranks_of_document, 1)
+            return int((self.length * np.where(apart > 1, apart, 0) * (ranks - 1) // ranks)[split].sum())
+        return int((self.length * 3 // 4 + self._tokens_of_earlier_chunks)[split] @ (apart - 1)[split])
 
     def check(self, lengths: np.ndarray) -> None:
         """Raise PlanError, naming what breaks it, unless every invariant holds for documents of these lengths (tokens)."""

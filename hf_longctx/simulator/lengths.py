@@ -31,6 +31,8 @@ over context lengths; it is cut into pieces of the context's length and a shorte
 occur."""
 UNIFORMS = 3
 """Random numbers for each document."""
+MOST_DRAWN, RAREST = 2**20, 1000
+"""Documents after which drawing ends if not even one of so many is short enough."""
 
 
 class Distribution(Protocol):
@@ -187,6 +189,11 @@ def draw(
             drawn = drawn[drawn <= longest]
         if len(drawn) >= documents:
             break
+        if count >= max(MOST_DRAWN, documents) and len(drawn) * RAREST < count:
+            raise ValueError(
+                f"longest={longest} excludes all but {len(drawn):,} of {count:,} documents; valid: a context that holds more "
+                f"than one of {RAREST:,} of them, or truncating or splitting longer ones"
+            )
         count *= 2
     drawn = drawn[:documents]
     return split_at(drawn, longest) if beyond == "split" else np.minimum(drawn, longest)

@@ -73,6 +73,8 @@ class Machine:
     """Rate of the network cards that one rank can use at a time."""
     cards_per_node: float
     """How many times `card_bytes` a node can carry."""
+    mesh_links: int
+    """Links inside a node that a rank has, each to another rank, of `speed.inside_bytes` each; 1: a switch."""
     sum_bytes: float
     """Inside a node, when all its ranks sum up tensors."""
     peak_flops: float
@@ -97,15 +99,19 @@ class Machine:
         one = cluster.speed()
         planned = replace(
             one,
-            linear_flops=_linear_flops(one, config, tensor_parallel),
+            linear_flops=_linear_flops(one, config, tensor_parallel, cluster.mesh_links),
             **{name: getattr(one, name) * tensor_parallel for name in SHARED_RATES},
         )
         if cluster.measured is not None:
             return cls._measured(
-                planned, cluster.ranks_per_node // tensor_parallel, tensor_parallel, cluster.matmul_flops
+                planned,
+                cluster.ranks_per_node // tensor_parallel,
+                tensor_parallel,
+                cluster.matmul_flops * tensor_parallel,
+                cluster.host_bandwidth * tensor_parallel,
             )
         node_bytes = one.between_bytes * cluster.ranks_per_node
-        card_bytes = max(one.between_bytes, node_bytes / cluster.nics_per_node) * tensor_parallel
+        card_bytes = min(max(one.between_bytes, node_bytes / cluster.nics_per_node) * tensor_parallel, node_bytes)
         return cls(
             speed=planned,
             planned_speed=planned,
@@ -113,6 +119,7 @@ class Machine:
             devices_per_rank=tensor_parallel,
             card_bytes=card_bytes,
             cards_per_node=node_bytes / card_bytes,
+            mesh_links=cluster.mesh_links,
             sum_bytes=cluster.inside_bytes * cluster.inside_share * tensor_parallel,
             peak_flops=cluster.matmul_flops * tensor_parallel,
             host_bandwidth=cluster.host_bandwidth * tensor_parallel,
@@ -145,23 +152,26 @@ class Machine:
                 between_bytes=min(speed.between_bytes, between * CHANNEL_NET_BYTES * devices),
             )
 
+        # All messages of a node together still have all of its cards.
+        card_bytes = min(self.card_bytes, between * CHANNEL_NET_BYTES * devices)
         return replace(
             self,
             speed=limited(self.speed),
             planned_speed=limited(self.planned_speed),
-            card_bytes=min(self.card_bytes, between * CHANNEL_NET_BYTES * devices),
+            card_bytes=card_bytes,
+            cards_per_node=self.node_bytes / card_bytes,
         )
 
     @classmethod
     def from_profile(cls, profile: Profile) -> Machine:
         """The machine that `hf-longctx profile` measured: MFU is a share of what its products achieve."""
         peak = max(profile.speed.linear_flops, profile.speed.attention_flops)
-        return replace(
-            cls._measured(profile.speed, profile.ranks_per_node, 1, peak), host_bandwidth=profile.host_bandwidth
-        )
+        return cls._measured(profile.speed, profile.ranks_per_node, 1, peak, profile.host_bandwidth)
 
     @classmethod
-    def _measured(cls, speed: RankSpeed, ranks_per_node: int, devices_per_rank: int, peak_flops: float) -> Machine:
+    def _measured(
+        cls, speed: RankSpeed, ranks_per_node: int, devices_per_rank: int, peak_flops: float, host_bandwidth: float
+    ) -> Machine:
         """Bytes/s between nodes were measured with all ranks of a node at once, so that each has a card of its own."""
         share = busiest_share(speed.activation_bytes)
         return cls(
@@ -171,9 +181,10 @@ class Machine:
             devices_per_rank=devices_per_rank,
             card_bytes=speed.between_bytes * share,
             cards_per_node=float(ranks_per_node),
+            mesh_links=1,
             sum_bytes=speed.reduce_bytes,
             peak_flops=peak_flops,
-            host_bandwidth=0.0,
+            host_bandwidth=host_bandwidth,
         )
 
     def with_experts_on(self, ranks: int, config: Any) -> Machine:
@@ -192,7 +203,10 @@ class Machine:
         flops, speed = model_flops(config), self.speed
         here = min(ranks, self.ranks_per_node)
         copied = flops.layers * EXPERT_EXCHANGES * sizes.experts_per_token * flops.hidden * speed.activation_bytes
-        exchange = copied / ranks * max((here - 1) / speed.inside_bytes, (ranks - here) / self.card_bytes)
+        # All ranks of a node exchange at once: they share its cards, and each uses all its links.
+        inside = speed.inside_bytes * _links_used(here, self.mesh_links)
+        between = min(self.card_bytes, self.node_bytes / self.ranks_per_node)
+        exchange = copied / ranks * max((here - 1) / inside, (ranks - here) / between)
 
         def slower(speed: RankSpeed) -> RankSpeed:
             return replace(speed, linear_flops=flops.linear / (flops.linear / speed.linear_flops + exchange))
@@ -214,9 +228,14 @@ class Machine:
             world_size=world_size,
             capacity=capacity,
         )
+        if not recompute:
+            return cost
         keys = self.planned_speed.activation_bytes
         exchange = (3 * keys + 4) / (2 * keys + 4)  # keys and values travel once more
-        return cost.scaled(1 + FORWARD_SHARE, 1 + FORWARD_SHARE, exchange) if recompute else cost
+        again = cost.scaled(1 + FORWARD_SHARE, 1 + FORWARD_SHARE, exchange)
+        # The output head lies behind all layers: it runs once.
+        head = again.label_ps - cost.label_ps
+        return replace(again, linear_ps=again.linear_ps - head, label_ps=cost.label_ps)
 
     def sum_seconds(self, bytes: float, world_size: int) -> float:
         """Seconds to add up `bytes` of every rank so that each has a share of the sum, or to collect such shares."""
@@ -238,9 +257,15 @@ def busiest_share(activation_bytes: int) -> float:
     return busiest / (2 * (2 * keys + gradients))
 
 
-def _linear_flops(one: RankSpeed, config: Any, devices: int) -> float:
+def _links_used(ranks: int, mesh_links: int) -> int:
+    """Links that each of so many ranks of a node uses at once where all exchange with all."""
+    return max(1, min(ranks - 1, mesh_links))
+
+
+def _linear_flops(one: RankSpeed, config: Any, devices: int, mesh_links: int) -> float:
     """FLOP/s of `devices` of tensor parallelism together, their sums included."""
     flops = model_flops(config)
     share = 2 * (devices - 1) / devices
     summed = flops.layers * ALL_REDUCES * share * flops.hidden * one.activation_bytes
-    return flops.linear / (flops.linear / (devices * one.linear_flops) + summed / one.inside_bytes)
+    inside = one.inside_bytes * _links_used(devices, mesh_links)
+    return flops.linear / (flops.linear / (devices * one.linear_flops) + summed / inside)

@@ -120,7 +120,7 @@ def play(
     _validate(plan, machine, sharding)
     work = workload(plan, config, machine.speed, recompute=recompute)
     if memory is not None and plan.offload.any() and machine.host_bandwidth > 0:
-        work = _with_offload(work, plan, memory, machine.host_bandwidth)
+        work = _with_offload(work, plan, memory, machine.host_bandwidth, _forward_share(recompute))
     world_size, flops = plan.world_size, model_flops(config)
     stages = plan.topology.stages if plan.mode == "pipeline" else 1
     parameters = flops.parameters / stages
@@ -128,7 +128,9 @@ def play(
     if plan.mode == "pipeline":
         lasted = _alone(tasks, work, plan, machine, stages)
         most_tokens = np.maximum.reduceat(units.member_tokens, units.first_member[:-1])
-        travel = most_tokens * (flops.hidden * machine.speed.activation_bytes / machine.card_bytes)
+        # Stages that all lie in one node pass activations on inside.
+        link = machine.speed.inside_bytes if world_size * stages <= machine.ranks_per_node else machine.card_bytes
+        travel = most_tokens * (flops.hidden * machine.speed.activation_bytes / link)
         schedule = schedule or Schedule()
         seconds = _task_seconds(lasted, recompute)
         played = play_stages(
@@ -180,7 +182,7 @@ def play(
         "optimizer": updated / machine.speed.optimizer_parameters,
     }
     tokens = int(plan.length.sum())
-    nodes = -(-world_size // plan.topology.node_size) * stages
+    nodes = -(-world_size * stages // machine.ranks_per_node)
     parts["loading"] = loader.exposed_seconds(tokens, nodes, sum(parts.values())) if loader is not None else 0.0
     return Simulation(
         start=start,
@@ -246,11 +248,18 @@ def _alone(tasks: Tasks, work: Workload, plan: StepPlan, machine: Machine, stage
 
 def _task_seconds(lasted: np.ndarray, recompute: bool) -> np.ndarray:
     """[2, u]: seconds of forward and backward; recomputation is part of backward."""
-    forward = FORWARD_SHARE / (1 + FORWARD_SHARE) if recompute else FORWARD_SHARE
+    forward = _forward_share(recompute)
     return np.stack([forward * lasted, (1 - forward) * lasted])
 
 
-def _with_offload(work: Workload, plan: StepPlan, memory: MemoryModel, host_bandwidth: float) -> Workload:
+def _forward_share(recompute: bool) -> float:
+    """Forward's share of a micro-batch; recomputation is part of backward."""
+    return FORWARD_SHARE / (1 + FORWARD_SHARE) if recompute else FORWARD_SHARE
+
+
+def _with_offload(
+    work: Workload, plan: StepPlan, memory: MemoryModel, host_bandwidth: float, forward_share: float
+) -> Workload:
     """Add the seconds by which activations that go to host memory, and come back, outlast the compute that hides them."""
     late = np.zeros(len(work.slowest_compute))
     for i in np.flatnonzero(plan.offload).tolist():
@@ -258,7 +267,7 @@ def _with_offload(work: Workload, plan: StepPlan, memory: MemoryModel, host_band
         moved = memory.offloadable_token_bytes * int(plan.member_tokens[of].max()) * int(plan.offload[i]) // 1000
         units = slice(work.units.first_unit[i], work.units.first_unit[i + 1])
         compute = work.slowest_compute[units]
-        late[units] = exposed_seconds(moved, float(compute.sum()), host_bandwidth) / len(compute)
+        late[units] = exposed_seconds(moved, float(compute.sum()), host_bandwidth, forward_share) / len(compute)
     return replace(work, slowest_compute=work.slowest_compute + late)
 
 

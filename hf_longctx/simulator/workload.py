@@ -120,12 +120,12 @@ def workload(plan: StepPlan, config: Any, speed: RankSpeed, *, recompute: bool =
             units.holder,
             units.member_tokens,
             plan.topology.speeds / FULL,
-            again * flops.linear / speed.linear_flops,
-            again * flops.head / speed.linear_flops,
+            (again * (flops.linear - flops.head) + flops.head) / speed.linear_flops,  # the head lies behind all layers
+            flops.head / speed.linear_flops,
             again * flops.attention / speed.attention_flops,
             speed.attention_half_tokens,
-            flops.layers * speed.document_seconds,
-            flops.layers * speed.micro_batch_seconds,
+            again * flops.layers * speed.document_seconds,
+            again * flops.layers * speed.micro_batch_seconds,
             again * flops.layers * speed.launch_seconds,
         )
         travel = _ring if plan.exchange == "ring" else _direct

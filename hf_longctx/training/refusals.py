@@ -318,10 +318,10 @@ def _pipeline(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
         rules += _loaded_otherwise(model, stages, plugin.virtual_stages)
     if getattr(args, "mixed_precision", None) == "fp16" or args.fp16:  # the first also by `accelerate launch`
         rules.append("fp16 scales gradients by what one process sees; valid: bf16")
-    if plugin.capacity == 0 and plugin.pipeline_schedule != "1f1b":
+    if plugin.capacity == 0 and plugin.pipeline_schedule == "gpipe":
         rules.append(
-            f"capacity=0 counts what 1f1b holds at a time, and pipeline_schedule={plugin.pipeline_schedule!r} holds more; set it "
-            "to the tokens per rank and micro-batch"
+            "capacity=0 counts what 1f1b holds at a time, and pipeline_schedule='gpipe' holds all micro-batches of a step; set "
+            "it to the tokens per rank and micro-batch"
         )
     if plugin.plan_offload:
         rules.append("plan_offload=True; valid: activation_offload, a share of every micro-batch's activations")

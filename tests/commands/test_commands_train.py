@@ -90,7 +90,7 @@ def test_a_dry_run_describes_the_stages_of_a_pipeline(file: Path, capsys):
     assert "tokens on 1 ranks of 2 stages each" in text
     assert re.search(r"Memory of a process of a stage, full \(\d+\)", text)
     text = shown(capsys, file, *staged, "longctx.pipeline_schedule=gpipe", "--memory", "1e-5", code=1)
-    assert "counted as 1f1b holds activations; gpipe holds more" in text
+    assert "counted as 1f1b holds activations; gpipe holds those of all micro-batches" in text
     assert "Valid: more pipeline_stages, sharding zero1, or model.lora" in text
 
 

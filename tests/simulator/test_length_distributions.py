@@ -184,3 +184,8 @@ def test_what_cannot_be_drawn():
         Resampled(np.array([]))
     with pytest.raises(ValueError, match=r"a document has 0 tokens; lengths must be at least 1"):
         Resampled(np.array([3, 0]))
+
+
+def test_drawing_ends_where_hardly_a_document_is_short_enough():
+    with pytest.raises(ValueError, match=r"longest=4096 excludes all but 0 of 1,310,720 documents; valid: a context"):
+        draw("agent_trajectories", 10, 0, longest=4096, beyond="exclude")

@@ -252,8 +252,12 @@ def test_a_document_on_one_rank_is_hand_computed():
     assert played.mfu == pytest.approx((linear + attention) / played.seconds / 989e12)
     assert played.tokens_per_second == 4096 / played.seconds
     recomputed = play(plan, LLAMA_7B, H100, sharding="ddp", recompute=True)
-    assert recomputed.computing[0] == pytest.approx((seconds - 32 * 3.1e-4) * 4 / 3 + 32 * 3.1e-4)
+    head = 6 * 4096 * 32000 * 4096 / speed.linear_flops  # behind the layers, which alone run again, their launches too
+    assert recomputed.computing[0] == pytest.approx((seconds - head) * 4 / 3 + head)
     assert recomputed.model_flops == played.model_flops
+    cost = H100.cost(LLAMA_7B, 1, capacity=8192, recompute=True)
+    planned = plan_step(np.array([4096]), Topology(1, 8192), cost).timeline().makespan / 1e9
+    assert recomputed.parts["micro-batches"] == pytest.approx(planned, rel=1e-3)
 
 
 def test_sums_by_sharding_are_hand_computed():
@@ -325,6 +329,57 @@ def test_tokens_travel_to_experts_on_other_ranks():
         H100.with_experts_on(3, mixtral)
     with pytest.raises(ValueError, match=r"2 ranks for the 0 experts .*valid: none, it has no experts"):
         H100.with_experts_on(2, LLAMA_7B)
+
+
+def test_ranks_of_a_mesh_use_all_their_links_at_once():
+    """MI300X: 7 links of 64 GB/s, 80 % of which is achieved; a sum over 8 devices uses all, a message one."""
+    llama, mi300x = ARCHITECTURES["llama-70b"], CLUSTERS["mi300x"]
+    one, eight = Machine.of(mi300x, llama), Machine.of(mi300x, llama, tensor_parallel=8)
+    assert one.speed.inside_bytes == pytest.approx(0.8 * 64e9)
+    flops, copies = model_flops(llama), 2 * 7 / 8 * 80 * 4 * 8192 * 2
+    alone = flops.linear / (8 * one.speed.linear_flops)
+    assert flops.linear / eight.speed.linear_flops == pytest.approx(alone + copies / (0.8 * 448e9))
+    mixtral = ARCHITECTURES["mistral-8x7b"]
+    at_home = Machine.of(mi300x, mixtral)
+    linear, exchange = model_flops(mixtral).linear, 32 * 4 * 2 * 4096 * 2 * 7 / 8 / (0.8 * 448e9)
+    spread = at_home.with_experts_on(8, mixtral)
+    assert linear / spread.speed.linear_flops == pytest.approx(linear / at_home.speed.linear_flops + exchange)
+
+
+def test_ranks_of_a_node_share_its_cards():
+    """8 RTX 4090 have one card of 100 Gb/s."""
+    mixtral = replace(ARCHITECTURES["mistral-8x7b"], num_local_experts=64)
+    machine = Machine.of(CLUSTERS["rtx-4090"], mixtral)
+    linear, exchange = model_flops(mixtral).linear, 32 * 4 * 2 * 4096 * 2 * 56 / 64 / (0.88 * 12.5e9 / 8)
+    spread = machine.with_experts_on(64, mixtral)
+    assert linear / spread.speed.linear_flops == pytest.approx(linear / machine.speed.linear_flops + exchange)
+    together = Machine.of(CLUSTERS["rtx-4090"], mixtral, tensor_parallel=8)
+    assert together.card_bytes == together.node_bytes == pytest.approx(0.88 * 12.5e9)
+
+
+def test_channels_between_two_ranks_limit_no_sum_over_all():
+    limited = H100.under_nccl(256, (2, 28, 0), by_node=False)
+    assert limited.card_bytes < H100.card_bytes
+    assert limited.sum_seconds(1e9, 256) == pytest.approx(H100.sum_seconds(1e9, 256))
+
+
+def test_devices_of_a_measured_cluster_add_up():
+    h100 = CLUSTERS["h100"]
+    measured = replace(h100, measured=h100.speed())
+    machine = Machine.of(measured, LLAMA_7B, tensor_parallel=4)
+    assert machine.peak_flops == 4 * h100.matmul_flops
+    assert machine.host_bandwidth == 4 * h100.host_bandwidth
+
+
+def test_stages_in_one_node_have_one_loader_and_its_links():
+    plan = plan_step(
+        np.full(8, 4096), Topology(2, 8192, ranks_per_node=8, stages=4), H100.cost(LLAMA_7B, 2), "pipeline"
+    )
+    loader = Loader(node_tokens=1e4, prefetch=False)
+    played = play(plan, LLAMA_7B, H100, loader=loader)
+    assert played.parts["loading"] == pytest.approx(8 * 4096 / 1e4)
+    apart = play(plan, LLAMA_7B, replace(H100, card_bytes=1e9), loader=loader)
+    assert apart.parts["micro-batches"] == played.parts["micro-batches"]
 
 
 def test_memory_is_that_of_each_ranks_fullest_micro_batch():

@@ -204,8 +204,8 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
     staged, schedule = run.world.stages > 1, run.plugin.pipeline_schedule
     of = "a process of a stage, full" if staged else "the rank with most tokens"
     console.print(f"\nMemory of {of} ({tokens:,}), GiB predicted:")
-    if staged and schedule != "1f1b":
-        console.print(f"counted as 1f1b holds activations; {schedule} holds more")
+    if staged and schedule == "gpipe":
+        console.print("counted as 1f1b holds activations; gpipe holds those of all micro-batches of a step")
     console.print(memory_table([row], over_all=False))
     limit = f"{usable / 2**30:.1f} GiB that may be used ({room.name}: {room.device / 2**30:.1f} GiB)"
     arithmetic = f"{peak / 2**30:.1f} of the {limit}"

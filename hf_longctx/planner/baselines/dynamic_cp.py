@@ -187,7 +187,7 @@ def _fill_rounds(
         most_room[:] = 0
         free, busiest, left, failed = sizes[kinds - 1], 0, 0, 0
         longest = lengths[pending[0]]
-        limit = longest * capacity * (1000 + SLACK) // 1000
+        limit = longest * capacity + longest * capacity // 1000 * SLACK
         at, most = -1, -1  # `most`: of `_longest_that_may_fit`, -1 until that is asked for
         while at + 1 < len(pending):
             at += 1

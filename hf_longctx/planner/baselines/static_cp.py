@@ -99,6 +99,7 @@ def pack_times(lengths: np.ndarray, begins: np.ndarray, ranks: np.ndarray, step:
     cost = step.cost
     whole = np.add.reduceat(cost.time(lengths, 1), begins)
     least = -(-np.add.reduceat(cost.work(lengths, step.topology.fewest_ranks(lengths)), begins) // ranks)
-    shared = np.maximum(least, cost.time(lengths[begins], ranks))
+    of_each = cost.time(lengths, np.repeat(ranks, np.diff(begins, append=len(lengths))))
+    shared = np.maximum(least, np.maximum.reduceat(of_each, begins))
     times = np.where(ranks == 1, whole, shared) + cost.micro_batch_ns
     return np.where(ranks == 1, times, np.maximum(times, cost.ring_times(lengths, begins, ranks)))

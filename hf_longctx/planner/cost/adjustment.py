@@ -48,7 +48,7 @@ EXPLAINED = 1100
 
 @dataclass(frozen=True)
 class Adjustment:
-    """Factors on a cost model's times and a topology's speeds, all per mille."""
+    """Factors on a cost model's times, and how fast ranks are, all per mille."""
 
     attention: int = FULL
     linear: int = FULL
@@ -63,12 +63,8 @@ class Adjustment:
         return base.scaled(self.attention / FULL, self.linear / FULL, self.exchange / FULL)
 
     def topology(self, base: Topology) -> Topology:
-        """The ranks that are planned for."""
-        if self.speed is None:
-            return base
-        return replace(
-            base, speed=tuple(max(1, s * f // FULL) for s, f in zip(base.speeds.tolist(), self.speed, strict=True))
-        )
+        """The ranks that are planned for: measured speeds stand in the place of those that were assumed."""
+        return base if self.speed is None else replace(base, speed=self.speed)
 
 
 class Adjustments:

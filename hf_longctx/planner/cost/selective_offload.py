@@ -3,7 +3,8 @@
 With a fraction r of the activations of the middle layers in host memory, a rank that holds t tokens needs room for
 t*(1 - share*r). The transfer costs nothing while it hides behind compute, so a document may use r only up to
 
-    r * transfer * t  <=  T(s, d) / 3         (a third is forward; bandwidth with all ranks of a node transferring at once)
+    r * transfer * t  <=  T(s, d) / 3         (a third is forward, a quarter where layers are recomputed; bandwidth with all
+                                               ranks of a node transferring at once)
     r * t             <=  host_tokens         (a rank's part of its node's memory)
 
 Fewer ranks help where they exchange less than they would; they also make a document longer. So offload is used where it
@@ -43,6 +44,8 @@ class Offload:
     long, during backward, which is twice as long as forward."""
     host_tokens: int
     """Tokens whose offloaded activations fit into a rank's part of host memory at the same time."""
+    forwards: int = FORWARD
+    """How many times as long as forward both passes take: one time more where backward begins with forward once more."""
 
     def __post_init__(self) -> None:
         if not 0 < self.share < FULL:
@@ -54,7 +57,7 @@ class Offload:
 
     def most_tokens(self, capacity: int, per_token_ps: np.ndarray) -> np.ndarray:
         """int64: tokens that a rank holds of documents that take so many picoseconds per token on it."""
-        ratio = np.minimum(per_token_ps * FULL // (FORWARD * self.transfer_ps), FULL)
+        ratio = np.minimum(per_token_ps * FULL // (self.forwards * self.transfer_ps), FULL)
         on_device = capacity * FULL * FULL // (FULL * FULL - self.share * ratio)
         return np.minimum(on_device, capacity + self.share * self.host_tokens // FULL)
 

@@ -414,13 +414,13 @@ class MemoryModel:
         )
 
 
-def exposed_seconds(moved: int, seconds: float, host_bandwidth: float) -> float:
+def exposed_seconds(moved: int, seconds: float, host_bandwidth: float, forward_share: float = FORWARD_SHARE) -> float:
     """Seconds by which moving so many bytes to host memory and back outlasts what hides it: forward one way, backward the
-    other; `seconds` of both together."""
+    other; `seconds` of both together, of which forward takes a share."""
     if moved == 0:
         return 0.0
     transfer = moved / host_bandwidth if host_bandwidth > 0 else float("inf")
-    forward = FORWARD_SHARE * seconds
+    forward = forward_share * seconds
     return max(0.0, transfer - forward) + max(0.0, transfer - (seconds - forward))
 
 

@@ -75,8 +75,11 @@ def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPI
         return 1.0
     sizes = ModelSizes.of(config, 1)
     layers = stage_layers(config, stages * virtual, length)
-    layer = sizes.layers_parameters / sizes.layers
-    per_device = [sum(len(stage) for stage in layers[device::stages]) * layer for device in range(stages)]
+    of_layer = [layer.parameters for layer in sizes.counted.layers] if sizes.counted is not None else []
+    of_layer = of_layer or [sizes.layer_parameters] * sizes.layers
+    per_device = [
+        sum(of_layer[index] for stage in layers[device::stages] for index in stage) for device in range(stages)
+    ]
     head = sizes.head_rows * sizes.hidden
     per_device[0] += head
     per_device[-1] += head

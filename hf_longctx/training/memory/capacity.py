@@ -23,7 +23,7 @@ from hf_longctx.models.stages import weights_dtype, whole_parameters
 from hf_longctx.parallel.reduction import largest_over_ranks
 from hf_longctx.parallel.sharding import tensor_parallel
 from hf_longctx.parallel.world import World
-from hf_longctx.planner.cost.selective_offload import Offload
+from hf_longctx.planner.cost.selective_offload import FORWARD, Offload
 from hf_longctx.planner.memory.device_bytes import reserve_of
 from hf_longctx.planner.memory.memory_model import HOST_SHARE, MemoryModel
 from hf_longctx.planner.memory.state_bytes import Trained
@@ -126,6 +126,7 @@ def offload_of_memory(plugin: LongContextPlugin, model: Any, args: Any, world: W
         share=share,
         transfer_ps=max(1, round(per_token / profile.host_bandwidth * 1e12)),
         host_tokens=host_bytes // per_token,
+        forwards=FORWARD + memory.checkpointing,
     )
 
 
