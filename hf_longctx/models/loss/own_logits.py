@@ -127,11 +127,52 @@ def own_output(
     return output
 
 
-def own_logits(model: Any, hidden: torch.Tensor) -> torch.Tensor:
-    """Logits [1, T, V] of the class's own forward for hidden states [1, T, H]. Raises what `own_output` does."""
+def own_logits(
+    model: Any, hidden: torch.Tensor, head: Callable[[torch.Tensor], torch.Tensor] | None = None
+) -> torch.Tensor:
+    """Logits [1, T, V] of the class's own forward for hidden states [1, T, H]. Arguments and errors as of `own_output`."""
     if is_own_base(model):
         return hidden
-    return own_output(model, hidden).logits
+    return own_output(model, hidden, head).logits
+
+
+class _InFloat32(torch.autograd.Function):
+    """A weight -> a tensor that stands for it: of its shape, without memory of its own, and in float32, so that autograd sums in
+    float32 what flows back to it. The weight gets the sum, rounded once."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+        ctx.dtype = weight.dtype
+        return weight.new_zeros((), dtype=torch.float32).expand(weight.shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.to(ctx.dtype)
+
+
+class _StoodFor(torch.autograd.Function):
+    """What `_InFloat32` gave, and the weight that it stands for -> the weight."""
+
+    @staticmethod
+    def forward(ctx: Any, stand_in: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return weight.detach().view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return gradient.float(), None
+
+
+def head_summed_in_float32(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """The output head, the gradient of whose weight is summed over calls in float32; None where the head itself does as well: it
+    is no plain matrix in half precision, or not trained."""
+    head = model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+        return None
+    weight = head.weight
+    if type(weight) is not torch.nn.Parameter or weight.dtype.itemsize > 2 or not weight.requires_grad:
+        return None
+    stand_in = _InFloat32.apply(weight)
+    return lambda rows: torch.nn.functional.linear(rows, _StoodFor.apply(stand_in, weight), head.bias)
 
 
 def logits_of(model: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -166,8 +207,10 @@ def own_cross_entropy(
     """
     dtype = torch.promote_types(hidden.dtype, torch.float32)
 
+    head = head_summed_in_float32(model)
+
     def losses_of(rows: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = own_logits(model, rows[None])[0].to(dtype)
+        logits = own_logits(model, rows[None], head)[0].to(dtype)
         if observe_logits is not None and not recomputing:
             with torch.no_grad():
                 observe_logits(logits, targets, logits.logsumexp(-1, keepdim=True), None)

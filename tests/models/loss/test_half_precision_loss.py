@@ -47,6 +47,37 @@ def test_gradients_of_a_head_may_sum_beyond_float16() -> None:
         torch.testing.assert_close(half.grad.float(), right.grad, rtol=2e-3, atol=1e-5)
 
 
+def test_a_head_behind_which_logits_change_is_learned_as_well_in_many_chunks_as_in_one() -> None:
+    """Gemma 2 caps its logits. In bfloat16, 64 summands one after the other lose several times what one sum does."""
+    config = Gemma2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        pad_token_id=0,
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = Gemma2ForCausalLM(config).bfloat16()
+        rows, labels = torch.randn(1024, 32), torch.randint(64, (1024,))
+    patch_model(model)
+    errors, gradients = [], {}
+    for dtype, chunk in ((torch.float32, 1024), (torch.bfloat16, 1024), (torch.bfloat16, 16)):
+        model.to(dtype).zero_grad()
+        own_cross_entropy(model, rows.to(dtype), labels, chunk).backward()
+        gradients[dtype, chunk] = model.lm_head.weight.grad.float()
+        model.bfloat16()
+    right = gradients[torch.float32, 1024]
+    for chunk in (1024, 16):
+        errors.append(float((gradients[torch.bfloat16, chunk] - right).norm() / right.norm()))
+    assert errors[1] < 1.5 * errors[0] < 0.01
+
+
 def test_hidden_states_may_be_wider_than_the_head() -> None:
     """A Mamba adds up its layers in float32, whatever its weights are in."""
     config = MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=1, state_size=4)
