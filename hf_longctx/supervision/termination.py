@@ -14,6 +14,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 logger = logging.getLogger(__name__)
@@ -90,13 +91,16 @@ class Termination:
 
 def say(message: str) -> None:
     """Write to standard error, past Python's buffer: a daemon thread that holds its lock when the interpreter ends
-    would abort the process."""
-    os.write(2, f"hf_longctx: {message}\n".encode())
+    would abort the process. A message that cannot be written, as on a full disk, is lost, and nothing else."""
+    with suppress(OSError):
+        os.write(2, f"hf_longctx: {message}\n".encode(errors="backslashreplace"))
 
 
 def leave(code: int, reason: str) -> NoReturn:
     """Ends the process at once, whatever its threads wait for, with the reason and their Python stacks on standard
-    error."""
-    say(f"{reason}. What each thread was doing:")
-    faulthandler.dump_traceback(2)
-    os._exit(code)
+    error as far as they can be written."""
+    try:
+        say(f"{reason}. What each thread was doing:")
+        faulthandler.dump_traceback(2)
+    finally:
+        os._exit(code)

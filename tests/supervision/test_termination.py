@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.parallel.reduction import agree_on_plan
-from hf_longctx.supervision.termination import EXIT_CODE
+from hf_longctx.supervision.termination import EXIT_CODE, say
 from tests.worlds.patience import PATIENCE
 from tests.worlds.rank_pool import RankPool
 
@@ -89,6 +89,28 @@ wait_in_c()
     assert ended.returncode == EXIT_CODE == 143
     assert "SIGTERM came 1 s ago (grace_seconds): leaving now, at step 3, summing gradients" in ended.stderr
     assert "in wait_in_c" in ended.stderr
+
+
+@pytest.mark.processes
+def test_a_process_leaves_where_nothing_can_be_written():
+    """As on a full disk: it would hang for ever otherwise, since the thread that ends it would end alone."""
+    ended = run("""
+import faulthandler
+from hf_longctx.supervision.termination import leave, say
+def fail(descriptor):
+    raise OSError("no room")
+os.close(2)
+say("nobody reads this")
+faulthandler.dump_traceback = fail
+threading.Thread(target=leave, args=(75, "it stands still")).start()
+time.sleep(3600)
+""")
+    assert ended.returncode == 75
+
+
+def test_a_name_that_is_no_text_is_said_all_the_same(capfd):
+    say("reading \udcff.jsonl")
+    assert capfd.readouterr().err == "hf_longctx: reading \\udcff.jsonl\n"
 
 
 @pytest.mark.processes
