@@ -201,6 +201,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
     from hf_longctx.inference.evaluation.evaluate import compared_json
     from hf_longctx.inference.evaluation.losses import as_documents
     from hf_longctx.inference.evaluation.retrieval import even_depths, make_trials, pieces_of
+    from hf_longctx.report.training_runs.saved_weights import weights_hash
 
     lengths = wanted.lengths or HIDDEN_IN[device.type != "cpu"]
     names = [wanted.model, *([wanted.against] if wanted.against else [])]
@@ -221,6 +222,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
         documents = []
     if is_first() and trials and wanted.tasks is None:
         _announce(trials)
+    weights = {"weights": weights_hash(Path(paths[0]))} if is_first() else {}
     precision = inference_precision(paths, wanted.dtype, device)
     evaluations, dtypes = zip(
         *(
@@ -232,7 +234,7 @@ def evaluate_on_rank(device: Any, exchange: Any, wanted: Wanted) -> None:
         return
     if tokenizer is None and wanted.tasks is None:
         print(f"No tokenizer beside {wanted.model}: {' and '.join(RETRIEVAL)} are left out")
-    results: dict[str, Any] = {"model": wanted.model} | _asked_for(evaluations[0].to_json(), tasks)
+    results: dict[str, Any] = {"model": wanted.model} | weights | _asked_for(evaluations[0].to_json(), tasks)
     if wanted.against:
         results["against"] = {"model": wanted.against} | _asked_for(evaluations[1].to_json(), tasks)
         if difference := _asked_for(compared_json(*evaluations), tasks):

@@ -18,7 +18,7 @@ from hf_longctx.data.embedded.embedded_model import DIRECTORY
 from hf_longctx.data.reading.layouts import HUB_SECONDS
 from hf_longctx.report.training_runs.run_files import perplexity
 from tests.builders.tiny_models import TINY, tiny_llama
-from tests.builders.training.run_records import LOG, RECORD
+from tests.builders.training.run_records import LOG, RECORD, save_weights
 from tests.builders.training_runs import documents, fresh_accelerator_state
 from tests.worlds.launched import ROOT
 
@@ -211,7 +211,8 @@ def test_a_file_of_a_run_that_no_run_writes_is_named_with_the_place(name: str, c
 
 
 def test_losses_beyond_numbers_and_cards_in_no_encoding(folder, capsys):
-    (folder / "run" / "evaluation.json").write_text('{"loss": 900, "by_length": [], "retrieval": []}')
+    evaluation = {"loss": 900, "by_length": [], "retrieval": []} | save_weights(folder / "run", 0)
+    (folder / "run" / "evaluation.json").write_text(json.dumps(evaluation))
     assert main(["report", "run"]) == 0
     card = Path("run/README.md").read_text()
     assert "value: 900" in card

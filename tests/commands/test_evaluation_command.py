@@ -27,6 +27,7 @@ from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.traits import Traits
 from hf_longctx.report.pictures.canvas import PictureError
 from hf_longctx.report.pictures.evaluation_pictures import losses_figure, retrieval_figure
+from hf_longctx.report.training_runs.saved_weights import weights_hash
 from tests.builders.plain_scores import exchange_of_this_rank
 from tests.builders.small_tokenizers import byte_tokenizer
 from tests.builders.tiny_models import tiny_general, tiny_llama
@@ -142,7 +143,8 @@ def test_only_what_is_asked_for_is_measured_and_tokens_need_no_tokenizer(folder:
     )
     evaluate_on_rank(CPU, None, Wanted(**vars(bare) | {"tasks": ("length",), "near": 0}))
     evaluation = without_environment(tmp_path / "out")
-    assert evaluation.keys() == {"model", "tokens", "documents", "loss", "by_length"}
+    assert evaluation.keys() == {"model", "weights", "tokens", "documents", "loss", "by_length"}
+    assert evaluation["weights"] == weights_hash(tmp_path / "bare")
     with pytest.raises(ValueError, match=r"has no tokenizer.*; or --tasks position,length, which need none"):
         evaluate_on_rank(CPU, None, Wanted(**vars(bare) | {"tasks": ("length", "passkey")}))
     capsys.readouterr()

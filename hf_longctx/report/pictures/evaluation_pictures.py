@@ -16,23 +16,29 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+PICTURES = {
+    "losses.png": ("loss by position and by length", ("by_position", "by_length")),
+    "retrieval.png": ("what was found in long texts", ("retrieval",)),
+}
+"""Pictures beside evaluation.json -> what each shows, and the keys that it is drawn of, if one of them is there."""
 DARK = 0.55
 """Share found below which a cell of the heat map is so dark that its text is white."""
 
 
 def draw_evaluation(evaluation: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draws losses.png and retrieval.png, as far as there is something to draw. Returns what was written.
+    """Draws PICTURES, as far as there is something to draw, in the place of those of an earlier evaluation. Returns what was
+    written.
 
     Raises:
         PictureError: matplotlib is not installed.
     """
+    for name in PICTURES:
+        (folder / name).unlink(missing_ok=True)
     written = []
-    if evaluation.get("by_position") or evaluation.get("by_length"):
-        save(losses_figure(evaluation), folder / "losses.png")
-        written.append(folder / "losses.png")
-    if evaluation.get("retrieval"):
-        save(retrieval_figure(evaluation), folder / "retrieval.png")
-        written.append(folder / "retrieval.png")
+    for (name, (_, keys)), figure in zip(PICTURES.items(), (losses_figure, retrieval_figure), strict=True):
+        if any(map(evaluation.get, keys)):
+            save(figure(evaluation), folder / name)
+            written.append(folder / name)
     return written
 
 
@@ -97,6 +103,8 @@ def _heat_map(panel: Axes, cells: Sequence[Mapping[str, Any]]) -> None:
     lengths, depths = (sorted({cell[key] for cell in cells}) for key in ("length", "depth"))
     shares = np.full((len(depths), len(lengths)), np.nan)
     for cell in cells:
+        if not cell["trials"]:  # such as a length that no text was made of
+            continue
         share = cell["found"] / cell["trials"]
         at = depths.index(cell["depth"]), lengths.index(cell["length"])
         shares[at] = share

@@ -47,6 +47,8 @@ class _Cell(Anything):
 class Evaluation(Anything):
     """evaluation.json"""
 
+    weights: str | None = None
+    """of which weights it is (saved_weights.py); None: not known, as in files of earlier versions"""
     loss: float | None = None
     by_position: list[_Losses] = []
     by_length: list[_Losses] = []

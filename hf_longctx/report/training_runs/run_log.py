@@ -4,8 +4,9 @@
     run.json             what the run was (run_record.py)
     results.json         held-out loss before training, among others
     evaluation.json      what `hf-longctx evaluate` found
+    *.safetensors        whether that is of this run's weights (saved_weights.py)
 
-Only JSON is read. Nothing is sent.
+Only JSON and the beginnings of weights are read. Nothing is sent.
 """
 
 import math
@@ -16,6 +17,7 @@ from typing import Any
 
 from hf_longctx.report.training_runs.run_files import Evaluation, Results, State, read_file
 from hf_longctx.report.training_runs.run_record import read_record
+from hf_longctx.report.training_runs.saved_weights import weights_hash
 
 STATE, RESULTS, EVALUATION = "trainer_state.json", "results.json", "evaluation.json"
 
@@ -28,7 +30,9 @@ class RunLog:
     """Trainer's history, the evaluation before training included"""
     record: dict[str, Any]
     evaluation: dict[str, Any]
-    """empty where there is none"""
+    """empty where there is none of this run's weights"""
+    left_out: str = ""
+    """why the evaluation that is there is left out"""
 
     @classmethod
     def read(cls, directory: Path) -> "RunLog":
@@ -39,11 +43,13 @@ class RunLog:
                 "(trainer.save_state() writes the file, and scripts/train.py calls it)"
             )
         state, results = read_file(directory / STATE, State), read_file(directory / RESULTS, Results)
-        evaluation = read_file(directory / EVALUATION, Evaluation)
+        evaluation, left_out = read_file(directory / EVALUATION, Evaluation), ""
+        if evaluation and (problem := _of_others(directory, evaluation.get("weights"))):
+            evaluation, left_out = {}, f"{EVALUATION} is left out: {problem}. `hf-longctx evaluate` writes another one"
         log = state.get("log_history", [])
         if "eval_loss_before" in results:  # training begins with an empty history
             log = [{"step": 0, "eval_loss": results["eval_loss_before"]}, *log]
-        return cls(log, read_record(directory), evaluation)
+        return cls(log, read_record(directory), evaluation, left_out)
 
     @property
     def steps(self) -> int:
@@ -69,6 +75,16 @@ class RunLog:
         """The median of what was logged; None: it never was."""
         values = self.logged(key)
         return statistics.median(values) if values else None
+
+
+def _of_others(directory: Path, weights: str | None) -> str:
+    """Say why an evaluation is not known to be of the weights in a run's directory; "": it is of these."""
+    if weights is None:
+        return "it does not say which weights it is of"
+    own = weights_hash(directory)
+    if own is None:
+        return "no weights are beside it"
+    return "" if weights == own else "it is of other weights than those beside it"
 
 
 def duration(seconds: float) -> str:

@@ -16,6 +16,7 @@ sent.
 """
 
 import base64
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hf_longctx.planner.plan import StepPlan
 from hf_longctx.redaction import redacted
 from hf_longctx.report.pictures.canvas import short_bytes
 from hf_longctx.report.pictures.certificates import bucket_rows
+from hf_longctx.report.pictures.evaluation_pictures import PICTURES
 from hf_longctx.report.plans.plan_page import MOST_TIMELINE_BYTES, render, time_shares
 from hf_longctx.report.plans.rank_charts import received_charts, token_charts
 from hf_longctx.report.plans.timeline_columns import packed, timelines_within
@@ -37,9 +39,9 @@ from hf_longctx.report.training_runs.run_record import plan_of
 from hf_longctx.report.training_runs.times import Times
 from hf_longctx.whole_files import written_whole
 
+logger = logging.getLogger(__name__)
+
 PAGE = "report.html"
-PICTURES = {"losses.png": "loss by position and by length", "retrieval.png": "what was found in long texts"}
-"""Pictures that `hf-longctx evaluate` draws beside evaluation.json."""
 PREDICTION_OFF = 2.0
 """Steps that take so many times as long as planned, or as little, are pointed out."""
 
@@ -52,6 +54,8 @@ def write_run_page(directory: str | Path) -> Path:
     """
     directory = Path(directory)
     run = RunLog.read(directory)
+    if run.left_out:
+        logger.warning(f"{directory}: {run.left_out}")
     record = run.record
     slow = [(stored, plan_of(stored["plan"])) for stored in record["slowest"]]
     timelines, sections = _slow_steps(slow, record)
@@ -66,6 +70,7 @@ def write_run_page(directory: str | Path) -> Path:
         "plans": sections,
         "buckets": bucket_rows(record["data"]["by_length"]) if record["data"].get("by_length") else [],
         "evaluation": _evaluation(run.evaluation, directory),
+        "left_out": run.left_out,
         "tables": _tables(record),
         "configuration": _as_yaml(record["configuration"]),
         "environment": redacted(record["environment"]),
@@ -218,8 +223,8 @@ def _evaluation(evaluation: Mapping[str, Any], directory: Path) -> dict[str, Any
         "tasks": tasks,
         "pictures": [
             {"text": text, "data": base64.b64encode((directory / name).read_bytes()).decode()}
-            for name, text in PICTURES.items()
-            if (directory / name).is_file()
+            for name, (text, sections) in PICTURES.items()
+            if any(map(evaluation.get, sections)) and (directory / name).is_file()
         ],
     }
 

@@ -21,6 +21,7 @@ from hf_longctx.report.training_runs.run_charts import charts
 from hf_longctx.report.training_runs.run_log import RunLog
 from hf_longctx.report.training_runs.run_page import write_run_page
 from hf_longctx.report.training_runs.run_record import FORMAT, plan_of
+from hf_longctx.report.training_runs.saved_weights import weights_hash
 from hf_longctx.run import run as run_config
 from hf_longctx.training.run_start import FINISHED
 from tests.builders.plans.plan_pages import in_a_browser
@@ -231,7 +232,8 @@ def test_it_fits_a_narrow_screen(pushed, tmp_path, width, dark):
 def test_after_an_evaluation_it_is_made_again_with_what_was_found(pushed, tmp_path, capsys):
     from hf_longctx.cli import main
 
-    (pushed.folder / "evaluation.json").write_text(json.dumps(EVALUATION))
+    evaluation = EVALUATION | {"weights": weights_hash(pushed.folder)}
+    (pushed.folder / "evaluation.json").write_text(json.dumps(evaluation))
     assert main(["report", str(pushed.folder)]) == 0
     assert "report.html" in capsys.readouterr().out
     probe = """
