@@ -19,9 +19,9 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 
-from hf_longctx.redaction import redacted
 from hf_longctx.report.training_runs.run_files import perplexity
 from hf_longctx.report.training_runs.run_log import RunLog, duration
+from hf_longctx.report.training_runs.run_record import sources_of
 from hf_longctx.whole_files import written_whole
 
 CARD = "README.md"
@@ -90,7 +90,7 @@ def _metadata(run: RunLog) -> ModelCardData:
 
 def _results(run: RunLog) -> list[EvalResult]:
     """List results for the model index: what was measured on held-out documents, and what was found in long texts."""
-    named = ", ".join(run.record["data"].get("datasets") or run.record["data"].get("sources") or [])
+    named = sources_of(run.record["data"])
     name = f"{named}, held out" if named else "held-out documents"
 
     def result(metric: str, value: float, of: str = name) -> EvalResult:
@@ -129,7 +129,7 @@ def _text(run: RunLog, metadata: ModelCardData) -> str:
     sections = [
         f"# {_plain(record['name'])}",
         _summary(run, metadata),
-        f"## Use\n\n```python\n{_snippet(record, metadata)}\n```",
+        f"## Use\n\n```python\n{_snippet(run, metadata)}\n```",
     ]
     for title, rows in (
         ("Training data", _data_rows(record)),
@@ -164,25 +164,34 @@ def _summary(run: RunLog, metadata: ModelCardData) -> str:
     )
 
 
-def _snippet(record: Mapping[str, Any], metadata: ModelCardData) -> str:
-    name = json.dumps(record["name"], ensure_ascii=False)
-    if record["model"].get("adapter"):
-        base = metadata.base_model or "the base model"
+def _snippet(run: RunLog, metadata: ModelCardData) -> str:
+    """Return the code that loads the model with the positions and tokens that it was trained with."""
+    name = json.dumps(run.record["name"], ensure_ascii=False)
+    load = "from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained"
+    if not run.record["model"].get("adapter"):
+        return f"{load}({name})"
+    if ((run.record["configuration"] or {}).get("model") or {}).get("added_tokens"):
+        return f'# `hf-longctx merge` adds rows for new tokens to the base, and puts this adapter into it.\n{load}("merged")'
+    base = json.dumps(metadata.base_model or "the base model")
+    if run.own_config:
         return (
-            "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
-            f'model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{base}"), {name})'
+            "from peft import PeftModel\nfrom transformers import AutoConfig, AutoModelForCausalLM\n\n"
+            f"config = AutoConfig.from_pretrained({name})\n"
+            f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}, config=config), {name})"
         )
-    return f"from transformers import AutoModelForCausalLM\n\nmodel = AutoModelForCausalLM.from_pretrained({name})"
+    return (
+        "from peft import PeftModel\nfrom transformers import AutoModelForCausalLM\n\n"
+        f"model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained({base}), {name})"
+    )
 
 
 def _data_rows(record: Mapping[str, Any]) -> Rows:
     data = record["data"]
     if not data:
         return []
-    names = ", ".join(data["datasets"] or data["sources"])
     held_out = data.get("held_out_documents")
     rows = [
-        ("Sources", redacted(names)),
+        ("Sources", sources_of(data)),
         ("Documents", f"{data['documents']:,}"),
         ("Tokens", f"{data['tokens']:,}"),
         ("Length, p50 / p90 / p99", " / ".join(f"{data[percentile]:,}" for percentile in ("p50", "p90", "p99"))),

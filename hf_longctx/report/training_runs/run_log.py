@@ -33,6 +33,8 @@ class RunLog:
     """empty where there is none of this run's weights"""
     left_out: str = ""
     """why the evaluation that is there is left out"""
+    own_config: bool = False
+    """whether a configuration lies beside the weights: adapters have one where it is not their base's"""
 
     @classmethod
     def read(cls, directory: Path) -> "RunLog":
@@ -49,7 +51,7 @@ class RunLog:
         log = state.get("log_history", [])
         if "eval_loss_before" in results:  # training begins with an empty history
             log = [{"step": 0, "eval_loss": results["eval_loss_before"]}, *log]
-        return cls(log, read_record(directory), evaluation, left_out)
+        return cls(log, read_record(directory), evaluation, left_out, (directory / "config.json").is_file())
 
     @property
     def steps(self) -> int:

@@ -35,7 +35,7 @@ from hf_longctx.report.plans.timeline_columns import packed, timelines_within
 from hf_longctx.report.training_runs.run_charts import charts
 from hf_longctx.report.training_runs.run_files import perplexity
 from hf_longctx.report.training_runs.run_log import RunLog, duration
-from hf_longctx.report.training_runs.run_record import plan_of
+from hf_longctx.report.training_runs.run_record import plan_of, sources_of
 from hf_longctx.report.training_runs.times import Times
 from hf_longctx.whole_files import written_whole
 
@@ -252,7 +252,7 @@ def _tables(record: Mapping[str, Any]) -> dict[str, dict[str, str]]:
             "certificate": model.get("certificate"),
         },
         "Data": {
-            "sources": ", ".join(data.get("sources", []) or data.get("datasets", [])) or None,
+            "sources": sources_of(data) or None,
             "rows": data.get("rows"),
             "documents": data.get("documents"),
             "tokens": data.get("tokens"),

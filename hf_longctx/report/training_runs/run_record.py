@@ -100,6 +100,11 @@ def read_record(directory: Path) -> dict[str, Any]:
     return empty | record
 
 
+def sources_of(data: Mapping[str, Any]) -> str:
+    """Name what the documents are from: all of it, on a hub or not; "": it is not known."""
+    return redacted(", ".join(data.get("sources") or data.get("datasets") or []))
+
+
 def plan_of(stored: Mapping[str, Any]) -> StepPlan:
     """A plan from what `write_record` stored. Raises ValueError if it is none."""
     try:

@@ -64,6 +64,33 @@ def test_an_adapter_is_one_of_peft(tmp_path):
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base-7b"), "long-7b")' in card.text
 
 
+def test_an_adapter_is_loaded_with_the_positions_and_tokens_it_was_trained_with(tmp_path):
+    """Those of its base give other logits, or do not fit."""
+    folder = directory(tmp_path, adapter={"kind": "LORA", "r": 16, "alpha": 32}, trained_parameters=70_000)
+    (folder / "config.json").write_text("{}")
+    text = written(folder).text
+    assert 'config = AutoConfig.from_pretrained("long-7b")\n' in text
+    assert 'AutoModelForCausalLM.from_pretrained("org/base-7b", config=config), "long-7b")' in text
+    record = json.loads((folder / "run.json").read_text()) | {"configuration": {"model": {"added_tokens": ["<|end|>"]}}}
+    (folder / "run.json").write_text(json.dumps(record))
+    text = written(folder).text
+    assert "`hf-longctx merge` adds rows for new tokens" in text
+    assert 'AutoModelForCausalLM.from_pretrained("merged")' in text
+    assert "PeftModel" not in text
+    compile(text.partition("```python\n")[2].partition("```")[0], "snippet", "exec")
+
+
+def test_all_sources_of_a_mixture_are_named(tmp_path):
+    """Metadata has those of a hub alone."""
+    folder = directory(tmp_path)
+    data = RECORD["data"] | {"sources": ["org/books", "own.jsonl"], "datasets": ["org/books"]}
+    (folder / "run.json").write_text(json.dumps(RECORD | {"data": data}))
+    card = written(folder)
+    assert "| Sources | org/books, own.jsonl |" in card.text
+    assert card.data.to_dict()["datasets"] == ["org/books"]
+    assert {result.dataset_name for result in card.data.eval_results} == {"org/books, own.jsonl, held out"}
+
+
 def test_pipeline_stages_are_said(tmp_path):
     folder, batch = directory(tmp_path), ", 16,384 tokens on a rank at a time"
     assert f"{batch} |" in written(folder).text
