@@ -7,6 +7,8 @@ fingerprint catches a checkpoint continued on other documents.
 
 import json
 import math
+import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -88,8 +90,29 @@ class RunState(TrainerCallback, ExportableState):
     """the same of optim and optim_args, and of LORAPLUS where it is asked for; others have their defaults"""
     documents: str | None = None
     """hash of some of the data set's documents (data/length_index.py); None: not known, or the checkpoint is older"""
+    losses: Sequence[float] = (0.0, 0)
+    """sum of the finite losses of all steps until a checkpoint, and how many they are (training/measuring/mean_loss.py)"""
+    seconds: float | None = 0.0
+    """of training until now, at this start and those before; None: not known, since the run began before this field"""
+
+    def __post_init__(self) -> None:
+        self._counted: float | None = None
+        """until when the seconds are counted; None: nothing is trained"""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._counted = time.monotonic()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._count_seconds()
+        self._counted = None
+
+    def _count_seconds(self) -> None:
+        if self._counted is not None and self.seconds is not None:
+            now = time.monotonic()
+            self.seconds, self._counted = self.seconds + now - self._counted, now
 
     def state(self) -> dict[str, Any]:
+        self._count_seconds()
         return {"args": asdict(self), "attributes": {}}
 
     def restore(self, checkpoint_state: TrainerState, asked: dict[str, int | None], noise: float | None = None) -> None:
@@ -158,6 +181,7 @@ class RunState(TrainerCallback, ExportableState):
         own = ("weights", *HALF, "frozen", "base", "data_version", "optimizer", "schedule", "arguments", "documents")
         kept = {name: getattr(self, name) for name in own}
         self.__dict__.update(asdict(saved) | kept)
+        self.seconds = stored["args"].get("seconds")
 
     def changed_settings(self, checkpoint: Path, optimizer: Any) -> set[str]:
         """Return the settings that a checkpoint was trained with other values of, and say so: what `optimizer`'s groups call its

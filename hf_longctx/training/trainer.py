@@ -426,7 +426,7 @@ class LongContextMixin(_Trainer):
         self.recalibration = Recalibration(self.training_steps(), self.hdp_rank, every, ahead, self.args.device)
         bare, plugin = self.accelerator.unwrap_model(self.model), self.plugin
         self.measurements = Measurements(bare, self.args, plugin.profile, plugin.token_metrics)
-        self._mean_loss, self._resumed_at = MeanLoss(self.args.device), self.state.global_step
+        self._mean_loss, self._resumed_at = MeanLoss(self.args.device, self.run_state.losses), self.state.global_step
         self._saw_state = self._skipped = False
         if self.state.global_step >= max_steps:  # Trainer would train one step more in the middle of an epoch
             return num_train_epochs, 0
@@ -629,6 +629,7 @@ class LongContextMixin(_Trainer):
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         self.progress.begin("saving a checkpoint")
         self.run_data.say_changed_files()
+        self.run_state.losses = self._mean_loss.sums()
         self.checkpoints.save(trial)
         self.progress.begin("callbacks")
 

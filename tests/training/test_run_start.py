@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import yaml
+from transformers.trainer_callback import TrainerState
 
 from hf_longctx import cli
 from hf_longctx.config import load_config
+from hf_longctx.report.training_runs.run_log import RunLog
 from hf_longctx.run import run
 from hf_longctx.training.preparation import too_short_for_warmup
 from hf_longctx.training.run_start import documents_trained, write_results
+from hf_longctx.training.run_state import RunState, recorded
 from hf_longctx.training.trainer import LongContextTrainer
 from tests.builders.tiny_models import TINY
 from tests.builders.training_runs import arguments, documents, fresh_accelerator_state
@@ -109,6 +112,36 @@ def test_a_resumed_run_says_from_where_and_plans_its_next_step(file, capsys):
     assert first_plan not in output
     assert results(file)["eval_loss_before"] == before
     assert results(file)["finished_at_step"] == 4
+
+
+def test_mean_loss_and_time_are_of_all_starts(file, tmp_path):
+    """As the counts of steps beside them are."""
+    once(file)
+    first = recorded(tmp_path / "out" / "checkpoint-2", "seconds")
+    assert 0 < first <= RunLog.read(tmp_path / "out").seconds
+    resumed = once(file, "training.max_steps=4")
+    losses = [entry["loss"] for entry in resumed.state.log_history if "loss" in entry]
+    assert len(losses) == 4
+    assert results(file)["train_loss"] == pytest.approx(sum(losses) / 4, rel=1e-3)
+    second = recorded(tmp_path / "out" / "checkpoint-4", "seconds")
+    assert first < second <= RunLog.read(tmp_path / "out").seconds == resumed.run_state.seconds
+
+
+def test_seconds_are_those_of_training_and_are_not_known_of_a_run_that_did_not_count_them(monkeypatch):
+    run: dict[str, Any] = {"global_batch_documents": 4, "global_batch_tokens": None, "seed": 3, "data_fingerprint": "f"}
+    now = iter((100.0, 107.0, 110.0))
+    monkeypatch.setattr("time.monotonic", lambda: next(now))
+    state = RunState(**run)
+    assert state.state()["args"]["seconds"] == 0
+    state.on_train_begin(None, None, None)
+    saved = state.state()
+    assert saved["args"]["seconds"] == 7
+    state.on_train_end(None, None, None)
+    assert state.state()["args"]["seconds"] == 10
+    for before, seconds in ((saved["args"], 7), (run, None)):
+        resumed = RunState(**run)
+        resumed.restore(TrainerState(stateful_callbacks={"RunState": {"args": before}}), {})
+        assert resumed.seconds == seconds
 
 
 def test_a_run_that_is_interrupted_keeps_the_loss_before_it(file, monkeypatch):

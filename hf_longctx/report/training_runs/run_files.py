@@ -113,6 +113,8 @@ class _Training(Anything):
     autocast: str | None
     precision: str | None = None
     """what `bf16: auto` came to, and why; None: somebody chose it"""
+    seconds: float | None = None
+    """of training, at all starts; None: not known"""
     seed: int
 
 

@@ -65,7 +65,10 @@ class RunLog:
 
     @property
     def seconds(self) -> float | None:
-        """Return the seconds of the whole run, as Trainer's summary says."""
+        """Return the seconds of the whole run, over all its starts; None: not known. Records of earlier versions do not say, and
+        Trainer's summary is of the last start."""
+        if "seconds" in self.record["training"]:
+            return self.record["training"]["seconds"]
         return next(iter(self.logged("train_runtime")[-1:]), None)
 
     def logged(self, key: str) -> list[float]:

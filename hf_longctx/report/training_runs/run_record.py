@@ -66,7 +66,8 @@ def write_record(
         | {"licence": licence, "certificate": redacted(trainer.certificate)},
         "data": _data(trainer, datasets, sources),
         "parallelism": _parallelism(trainer),
-        "training": _training(args, trainer.state) | {"precision": _precision(trainer.precision)},
+        "training": _training(args, trainer.state)
+        | {"precision": _precision(trainer.precision), "seconds": trainer.run_state.seconds},
         "slowest": [_slow_step(trainer.training_steps(), slow_step) for slow_step in trainer.measurements.slowest],
         "mfu_left_out": trainer.measurements.no_mfu,
         "environment": _environment(trainer.measurements.device_name),
