@@ -121,6 +121,12 @@ def problem(drop: Fall, run: dict[str, float], tolerance: float) -> str | None:
     return None
 
 
+def half_precision(record: dict[str, Any]) -> str | None:
+    """Return the half precision that a run computed in, by its run.json: autocast's, or that of its weights; None: float32."""
+    dtypes = [record.get("training", {}).get("autocast"), record.get("model", {}).get("dtype")]
+    return next((dtype for dtype in dtypes if dtype in ("bfloat16", "float16")), None)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("before", help="directory of the first checkpoint")
@@ -151,8 +157,8 @@ def main() -> None:
     )
     results, record = (Path(args.after) / name for name in ("results.json", "run.json"))
     run = json.loads(results.read_text()) if results.is_file() else {}
-    autocast = json.loads(record.read_text())["training"].get("autocast") if record.is_file() else None
-    dtype = args.dtype or ("bfloat16" if autocast == "bfloat16" else "float32")
+    half = half_precision(json.loads(record.read_text())) if record.is_file() else None
+    dtype = args.dtype or ("bfloat16" if half == "bfloat16" else "float32")
     with Progress(*columns, console=console, transient=True) as progress:
         waiting = progress.add_task("plain transformers: loading", total=None)
         from datasets import load_from_disk
@@ -160,7 +166,7 @@ def main() -> None:
         documents = [list(row) for row in load_from_disk(args.documents)[args.split]["input_ids"] if len(row) > 1]
         progress.update(waiting, visible=False)
         drop = compare((args.before, args.after), documents, dtype, progress)
-    tolerance = max(TOLERANCES[dtype], TOLERANCES["bfloat16" if autocast else "float32"])
+    tolerance = max(TOLERANCES[dtype], TOLERANCES["bfloat16" if half else "float32"])
     tolerance = tolerance if args.tolerance is None else args.tolerance
     console.print(
         f"held-out loss, plain transformers in {dtype}: {drop.before:.4f} before, {drop.after:.4f} after; a fall of "

@@ -73,6 +73,20 @@ def test_losses_must_be_those_of_the_run(script, run, message):
     assert problem is None if message is None else message in problem
 
 
+@pytest.mark.parametrize(
+    ("autocast", "weights", "half"),
+    [
+        (None, "float32", None),
+        (None, "bfloat16", "bfloat16"),
+        (None, "float16", "float16"),
+        ("bfloat16", "float32", "bfloat16"),
+        ("float16", "bfloat16", "float16"),
+    ],
+)
+def test_a_run_computes_in_half_precision_by_autocast_or_by_its_weights(script, autocast, weights, half):
+    assert script["half_precision"]({"training": {"autocast": autocast}, "model": {"dtype": weights}}) == half
+
+
 @pytest.mark.parametrize(("after", "error"), [(2.45, 0.05), (2.6, 0.01), (2.5, 0.0)])
 def test_a_fall_within_its_error_is_refused(script, after, error):
     assert "did not fall" in script["problem"](script["Fall"](2.5, after, error), {}, 1e-3)
