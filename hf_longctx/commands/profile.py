@@ -39,6 +39,9 @@ RANDOM: dict[str, Any] = {
 }
 """`--model random`: a Llama small enough for one CPU core."""
 SECONDS, QUICK_SECONDS = 120.0, 20.0
+LEAST_FITTED, MOST_ERROR = 3, 0.5
+"""Micro-batches that speeds are fitted to, and the median error of those that are held out: with fewer, or beyond it, speeds say
+nothing of this machine."""
 
 
 def profile(
@@ -130,9 +133,10 @@ def profile(
         profile = _on_new_ranks(ranks, config, settings, undecided, threads, cpu)
     else:
         profile = _measured(config, settings, undecided, threads, cpu)
+    show(profile)
+    refuse_meaningless(profile, settings.seconds, quick)
     output.parent.mkdir(parents=True, exist_ok=True)
     profile.save(output)
-    show(profile)
     print(f"written to {output}; train with LongContextPlugin(profile={str(output)!r}) or HF_LONGCTX_PROFILE={output}")
 
 
@@ -163,15 +167,41 @@ def show(profile: Profile) -> None:
 
 def judged(profile: Profile) -> str:
     """Say how well the speeds predict micro-batches that they were not fitted to."""
-    pairs = [(abs(error), point) for error, point in zip(profile.errors, profile.points) if point.part == "micro_batch"]
-    held_out = [float(error) for error, point in pairs if point.held_out]
-    fitted = f"fitted to {len(pairs) - len(held_out)} micro-batches"
-    if not held_out:
+    count, errors = _fit_of(profile)
+    fitted = f"fitted to {count} micro-batches"
+    if not errors:
         return f"{fitted}, and none was held out: how well the speeds predict others is not known"
     return (
-        f"{fitted}; {len(held_out)} others, held out, are predicted within {statistics.median(held_out):.1%} (median), "
-        f"{max(held_out):.1%} at worst"
+        f"{fitted}; {len(errors)} others, held out, are predicted within {statistics.median(errors):.1%} (median), "
+        f"{max(errors):.1%} at worst"
     )
+
+
+def refuse_meaningless(profile: Profile, seconds: float, quick: bool) -> None:
+    """Raise ValueError for speeds that say nothing of this machine.
+
+    Args:
+        seconds: that were given to measure.
+        quick: whether these were fewer than could be.
+    """
+    from hf_longctx.training.measuring.rank_profile import LONGEST_SHARE
+
+    count, errors = _fit_of(profile)
+    if count >= LEAST_FITTED and (not errors or statistics.median(errors) <= MOST_ERROR):
+        return
+    longer = "leave --quick out, or " if quick else ""
+    raise ValueError(
+        f"no profile is written: its speeds are {judged(profile)}. {LEAST_FITTED} micro-batches and a median of {MOST_ERROR:.0%} "
+        f"are wanted, and each may take {seconds * LONGEST_SHARE:.2g} s here: {longer}measure a smaller model of the same kind, "
+        "with more --threads, or on a machine that does nothing else"
+    )
+
+
+def _fit_of(profile: Profile) -> tuple[int, list[float]]:
+    """Count the micro-batches that speeds were fitted to; and how far off they are for each that was held out."""
+    pairs = [(abs(error), point) for error, point in zip(profile.errors, profile.points) if point.part == "micro_batch"]
+    errors = [float(error) for error, point in pairs if point.held_out]
+    return len(pairs) - len(errors), errors
 
 
 def vars_of(speed: Any) -> dict[str, float]:

@@ -49,7 +49,8 @@ TERMS = (
 RATES = ("linear", "attention", "inside", "between", "reduce", "optimizer")
 """Terms whose seconds are one over a speed, so that zero would be an infinite one."""
 FASTEST = 1000
-"""A speed is at most so many times the preset's: where a term is too short to be seen, any speed would fit."""
+"""A speed is at most so many times the preset's: where a term is too short to be seen, any speed would fit. Attention is then as
+much faster than the preset's as products are: documents that are longer than those that were measured would cost nothing."""
 LAUNCH = TERMS.index("launch")
 ROUNDS = 60
 """The fit ends here at the latest; sides and weights settle in 5 to 20 rounds."""
@@ -88,7 +89,8 @@ def fit_speed(
     counts = [_Counts.of(point, config, preset.activation_bytes, ranks_per_node) for point in points]
     seconds = np.array([point.seconds for point in points])
     if not beside_host:
-        return _speed(_fitted(counts, seconds, _seconds(replace(preset, launch_seconds=0.0))), preset)
+        theta = _fitted(counts, seconds, _seconds(replace(preset, launch_seconds=0.0)))
+        return _speed(_with_attention(theta, counts, seconds, preset), preset)
     layers = np.array([count.launches for count in counts])
     quickest = np.sort(seconds[layers > 0])
     fits = []
@@ -97,7 +99,19 @@ def fit_speed(
         begin = replace(preset, launch_seconds=float(np.median(quickest[quickest <= slowest]) / layers.max()))
         theta = _fitted(counts, seconds, _seconds(begin), by_host=(layers > 0) & (seconds <= slowest))
         fits.append((_loss(_predicted(counts, theta) / seconds - 1), theta))
-    return _speed(min(fits, key=lambda fit: fit[0])[1], preset)
+    return _speed(_with_attention(min(fits, key=lambda fit: fit[0])[1], counts, seconds, preset), preset)
+
+
+def _with_attention(theta: np.ndarray, counts: Sequence[_Counts], seconds: np.ndarray, preset: RankSpeed) -> np.ndarray:
+    """Return the fitted `theta` [terms] with seconds of attention that no point was long enough to show: as products suggest, and
+    at most what a point took in all."""
+    attention, linear = TERMS.index("attention"), TERMS.index("linear")
+    if theta[attention] * preset.attention_flops * FASTEST > 1 + 1e-6:
+        return theta
+    pairs = np.array([count.attention[:, attention].sum() for count in counts])
+    suggested = theta[linear] * preset.linear_flops / preset.attention_flops
+    most = (seconds[pairs > 0] / pairs[pairs > 0]).min()
+    return np.where(np.arange(len(TERMS)) == attention, max(theta[attention], min(suggested, most)), theta)
 
 
 def _loss(residual: np.ndarray) -> float:

@@ -68,6 +68,18 @@ def test_no_speed_is_infinite_where_a_term_is_too_short_to_be_seen():
     assert CostModel.from_config(CONFIG, speed).inside_ps >= 1
 
 
+def test_attention_that_is_too_short_to_be_seen_is_as_much_faster_as_products_are():
+    """Long documents would cost nothing otherwise."""
+    truth = replace(TRUTH, attention_flops=1e18, attention_half_tokens=0.0, linear_flops=2 * PRESET.linear_flops)
+    points = [point for point in shapes(1)[:-2] if sum(point.lengths) <= 64]
+    speed = fit_speed(timed(points, true_seconds(points, truth)), CONFIG, PRESET)
+    assert speed.attention_flops == pytest.approx(2 * PRESET.attention_flops, rel=0.1)
+    points = shapes(1)[:-2]
+    seconds = true_seconds(points, truth)
+    speed = fit_speed(timed(points, seconds), CONFIG, PRESET)
+    assert (true_seconds(points, speed) < 2.01 * seconds).all(), "a measured time is no shorter than its attention"
+
+
 @pytest.mark.parametrize("launch", [0.0, 2e-3, 8e-3])
 def test_what_a_host_takes_to_start_kernels_is_told_from_what_a_gpu_computes(launch):
     """On an H200 a sum of terms gave products no time, and steps took 1.36 times as long as predicted: of lengths up to 4,096

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections import Counter
 from contextlib import nullcontext
 from dataclasses import asdict, replace
@@ -356,6 +357,28 @@ def test_points_are_named_by_their_documents(capsys):
     assert "2 x 512, 1024" in shown
     assert "+10.0%" in shown
     assert "2.000 s" in shown
+
+
+@pytest.mark.parametrize(
+    ("lengths", "factor", "reason"),
+    [
+        ((16,), 1.05, r"are fitted to 1 micro-batches; 2 others.* leave --quick out, or measure a smaller model"),
+        ((16, 32, 64), 1.72, r"predicted within 72.0% \(median\)"),
+        ((16, 32, 64), 1.05, None),
+    ],
+)
+def test_speeds_that_say_nothing_of_a_machine_are_not_written(lengths, factor, reason, tmp_path, monkeypatch):
+    """As where one case takes so long that hardly any is measured."""
+    fitted = [Point("micro_batch", (length,), 1, 0.5) for length in lengths]
+    held_out = [Point("micro_batch", (length,), 1, 0.5, held_out=True) for length in (48, 96)]
+    seconds = [0.5] * len(fitted) + [0.5 * factor] * len(held_out)
+    made = replace(profiled("llama", QUICK), points=(*fitted, *held_out), predicted_seconds=tuple(seconds))
+    monkeypatch.setattr(command, "_measured", lambda *_: made)
+    result = run_here("--output", str(tmp_path / "p.json"))
+    assert (result.exit_code == 0) == (reason is None) == (tmp_path / "p.json").exists()
+    assert "micro-batch, held out" in result.output
+    if reason is not None:
+        assert re.search(reason, str(result.exception))
 
 
 # benchmarks/prediction.py
