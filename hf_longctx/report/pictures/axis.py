@@ -13,24 +13,35 @@ MOST_INTERVALS = 4
 """Between the marks of the values."""
 MOST_PLACES = 5
 """Along the horizontal axis: five numbers fit beside each other on a telephone."""
+LEAST_SPAN = 1e-9
+"""Values that differ by a smaller share of themselves are marked as one: no round numbers lie between them."""
+LEAST_VALUE = 1e-300
+"""What is smaller is marked as zero."""
 MOST_DECIMALS = 4
 """A smaller step is written with a power of ten."""
 
 
 def ticks(low: float, high: float) -> list[float]:
     """Round numbers, equally far from each other, the first at most `low`, the last at least `high`: three or more."""
-    span = high - low or abs(high) or 1.0
+    largest = max(abs(low), abs(high))
+    span = high - low if high - low > LEAST_SPAN * largest else largest
+    span = span if span > LEAST_VALUE else 1.0
     power = 10.0 ** math.floor(math.log10(span / MOST_INTERVALS))
     step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power * MOST_INTERVALS >= span)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
     if last - first < 2:
         first, last = (first, first + 2) if low >= 0 or first > -1 else (first - 1, first + 1)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    return [_rounded(i * step, step) for i in range(first, last + 1)]
+
+
+def _rounded(value: float, step: float) -> float:
+    """Round away what sums of floats leave, far below the step between marks."""
+    return round(value, 12 - math.floor(math.log10(step)))
 
 
 def texts(marks: Sequence[float], unit: str = "") -> list[str]:
     """Each mark with the decimals that the distance between them needs, no more: 10.70, 10.72, 10.74 are 0.02 apart."""
-    step = round(marks[1] - marks[0], 12)
+    step = _rounded(marks[1] - marks[0], marks[1] - marks[0])
     decimals = next((n for n in range(MOST_DECIMALS + 1) if math.isclose(round(step, n), step, rel_tol=1e-9)), None)
     form = "{:.12g}".format if decimals is None else f"{{:,.{decimals}f}}".format
     return [f"{form(mark)} {unit}".rstrip() for mark in marks]

@@ -299,6 +299,11 @@ def test_a_page_of_trainers_log_alone(tmp_path):
         (3.0, 3.0, [3, 4, 5]),
         (0, 0, [0, 0.25, 0.5]),
         (-0.2, 0.3, [-0.2, 0, 0.2, 0.4]),
+        (0.0, 2.2e-16, [0, 1e-16, 2e-16, 3e-16]),
+        (1.25e-13, 2e-13, [1.2e-13, 1.4e-13, 1.6e-13, 1.8e-13, 2e-13]),
+        (3e-20, 3e-20, [3e-20, 4e-20, 5e-20]),
+        (0, 5e-324, [0, 0.25, 0.5]),
+        (1.0, 1.0000000000000002, [1, 1.5, 2]),
     ],
 )
 def test_marks_of_an_axis_are_round_and_hold_all_values(low, high, expected):
@@ -312,7 +317,18 @@ def test_marks_of_an_axis_are_round_and_hold_all_values(low, high, expected):
 
 
 @pytest.mark.parametrize(
-    "ends", [(10.7, 10.735), (1.88, 1.99), (0, 5e-5), (0.0, 1.25e-3), (0, 1_234_567), (-0.2, 0.3), (0, 2.5), (3, 3)]
+    "ends",
+    [
+        (10.7, 10.735),
+        (1.88, 1.99),
+        (0, 5e-5),
+        (0.0, 1.25e-3),
+        (0, 1_234_567),
+        (-0.2, 0.3),
+        (0, 2.5),
+        (3, 3),
+        (0, 3e-14),
+    ],
 )
 def test_a_mark_says_exactly_what_its_line_is_at(ends):
     """A curve through the numbers that are written at the marks meets the lines of the marks."""
