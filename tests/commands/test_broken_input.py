@@ -193,6 +193,7 @@ def test_an_adapter_on_the_embedded_model_finds_it_on_another_machine(folder, ca
         ("trainer_state.json", "[]", "holds a list, not an object"),
         ("trainer_state.json", '{"log_history": 3}', "log_history: "),
         ("trainer_state.json", '{"log_history": [3]}', "log_history.0: "),
+        ("trainer_state.json", '{"log_history": [{"step": null}]}', "log_history.0.step: "),
         ("results.json", '{"eval_loss_before": "a"}', "eval_loss_before: "),
         ("evaluation.json", '{"retrieval": [{}]}', "retrieval.0.task: Field required"),
         ("evaluation.json", '{"by_length": [{"from": 0, "to": 9, "tokens": 3}]}', "by_length.0.loss: "),

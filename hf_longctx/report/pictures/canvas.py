@@ -54,9 +54,9 @@ def short_tokens(tokens: int) -> str:
 
 
 def byte_unit(most: float) -> tuple[str, int]:
-    """The unit in which so many bytes are below a thousand, and how many bytes it is."""
+    """The unit in which so many bytes are below a thousand when rounded to three digits, and how many bytes it is."""
     names = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
-    return next(((name, 1024**n) for n, name in enumerate(names) if most < 1000 * 1024**n), (names[-1], 1024**5))
+    return next(((name, 1024**n) for n, name in enumerate(names) if most < 999.5 * 1024**n), (names[-1], 1024**5))
 
 
 def short_bytes(count: int) -> str:

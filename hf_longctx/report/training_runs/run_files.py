@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StrictInt, ValidationError
 
 LARGEST_EXPONENT = 700.0
 """Largest exponent of which a float still holds the exponential."""
@@ -55,10 +55,16 @@ class Evaluation(Anything):
     retrieval: list[_Cell] = []
 
 
+class _Logged(Anything):
+    """What was logged at once."""
+
+    step: StrictInt = 0
+
+
 class State(Anything):
     """trainer_state.json"""
 
-    log_history: list[dict[str, Any]] = []
+    log_history: list[_Logged] = []
 
 
 class Results(Anything):

@@ -94,9 +94,10 @@ def _of_others(directory: Path, weights: str | None) -> str:
 
 def duration(seconds: float) -> str:
     """Such as 7.3 ms, 42.1 s, 3 min 12 s, 5 h 7 min."""
-    if seconds < 1:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 60:
-        return f"{seconds:.3g} s"
+    rounded = float(f"{seconds:.3g}")  # first: 0.9996 s are 1 s, and no 1e+03 ms
+    if rounded < 1:
+        return f"{1000 * rounded:.3g} ms"
+    if rounded < 60:
+        return f"{rounded:.3g} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60:,} h {minutes % 60} min"

@@ -15,6 +15,7 @@ of each document's square of attention; what is recomputed does not count. Besid
 """
 
 import resource
+import sys
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -197,4 +198,9 @@ def peak_memory(device: torch.device) -> int:
     """Return the most bytes that tensors have taken on CUDA, or that the process has taken of the machine's memory elsewhere."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return host_peak()
+
+
+def host_peak() -> int:
+    """Return the most bytes of the machine's memory that this process has held. macOS counts in bytes, Linux in KiB."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

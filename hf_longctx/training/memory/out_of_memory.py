@@ -17,6 +17,7 @@ from hf_longctx.models.tiled_mlp import MlpForward
 from hf_longctx.parallel.sharding import ShardedModel, tensor_parallel
 from hf_longctx.planner import Topology
 from hf_longctx.supervision.progress import Progress, ranks_in_words
+from hf_longctx.training.measuring.measurements import host_peak
 
 SAID_BY_ALLOCATORS = ("can't allocate memory", "Cannot allocate memory", "out of memory", "ALLOC_FAILED", "bad_alloc")
 """Parts of messages of torch's CPU allocator, the system, CUDA, cuBLAS and C++, which come as RuntimeErrors."""
@@ -88,7 +89,7 @@ def _memory(device: torch.device) -> str:
             f"{reserved / gib:.2f} GiB reserved, {free / gib:.2f} GiB free; the other {others / gib:.2f} GiB are "
             "CUDA's context, communicators and other programs, which no capacity makes smaller"
         )
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    most = host_peak()
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     allowed = "no limit is set (RLIMIT_AS)" if limit == resource.RLIM_INFINITY else f"it may have {limit / gib:.2f} GiB"
     return f"This process has held at most {most / gib:.2f} GiB of host memory; {allowed}"

@@ -206,6 +206,8 @@ def test_bytes_have_three_digits():
         0: "0 bytes",
         999: "999 bytes",
         1000: "0.977 KiB",
+        1_023_400: "999 KiB",
+        1_023_900: "0.976 MiB",
         5 << 20: "5 MiB",
         131 << 30: "131 GiB",
         3 << 60: "3.07e+03 PiB",

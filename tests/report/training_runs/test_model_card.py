@@ -10,6 +10,7 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 
 from hf_longctx.report.training_runs.model_card import MARK, hub_id, write_model_card
+from hf_longctx.report.training_runs.run_log import duration
 from tests.builders.training.run_records import LOG, MODEL, RECORD
 
 
@@ -89,6 +90,32 @@ def test_all_sources_of_a_mixture_are_named(tmp_path):
     assert "| Sources | org/books, own.jsonl |" in card.text
     assert card.data.to_dict()["datasets"] == ["org/books"]
     assert {result.dataset_name for result in card.data.eval_results} == {"org/books, own.jsonl, held out"}
+
+
+def test_the_time_is_that_of_all_starts_where_the_run_knows_it(tmp_path):
+    folder = directory(tmp_path)
+    for seconds, shown in ((3600.0, "| Time | 1 h 0 min |"), (None, "")):
+        training = RECORD["training"] | {"seconds": seconds}
+        (folder / "run.json").write_text(json.dumps(RECORD | {"training": training}))
+        assert re.findall(r"\| Time .*", written(folder).text) == [shown][: len(shown)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.0073, "7.3 ms"),
+        (0.9994, "999 ms"),
+        (0.9996, "1 s"),
+        (42.14, "42.1 s"),
+        (59.94, "59.9 s"),
+        (59.97, "1 min 0 s"),
+        (192, "3 min 12 s"),
+        (3599.7, "1 h 0 min"),
+        (18420, "5 h 7 min"),
+    ],
+)
+def test_durations_are_rounded_before_their_unit_is_chosen(seconds, words):
+    assert duration(seconds) == words
 
 
 def test_pipeline_stages_are_said(tmp_path):

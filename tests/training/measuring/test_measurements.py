@@ -18,7 +18,7 @@ from hf_longctx.hardware.profile import Profile
 from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.loss.loss_by_length import BUCKETS, EDGES, LossByLength
 from hf_longctx.planner import GlobalBatches
-from hf_longctx.training.measuring.measurements import Measurements, StepFlops, peak_flops
+from hf_longctx.training.measuring.measurements import Measurements, StepFlops, host_peak, peak_flops
 from tests.builders.tiny_models import tiny_llama, tiny_mistral, tiny_mixtral
 from tests.builders.training_runs import MODELS, Run, documents, train
 from tests.worlds.rank_pool import RankPool
@@ -214,3 +214,10 @@ def test_nothing_more_is_sent_for_it(ranks2: RankPool, tmp_path):
     # The first run of a process has no groups of an earlier one to free.
     _, one, two = (ranks2.run(collectives, tmp_path, steps) for steps in (1, 1, 2))
     assert [more - less for more, less in zip(two, one)] == [5, 5]
+
+
+@pytest.mark.parametrize(("system", "size"), [("linux", 3 * 2**20), ("darwin", 3 * 2**10)])
+def test_memory_is_counted_in_bytes_whatever_the_system_counts_in(system, size, monkeypatch):
+    monkeypatch.setattr("sys.platform", system)
+    monkeypatch.setattr("resource.getrusage", lambda who: SimpleNamespace(ru_maxrss=3 * 2**10))
+    assert host_peak() == size
