@@ -93,7 +93,7 @@ wait_in_c()
 
 @pytest.mark.processes
 def test_a_process_leaves_where_nothing_can_be_written():
-    """As on a full disk: it would hang for ever otherwise, since the thread that ends it would end alone."""
+    """The thread that ends it would end alone otherwise, and the process hang for ever."""
     ended = run("""
 import faulthandler
 from hf_longctx.supervision.termination import leave, say

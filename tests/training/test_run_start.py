@@ -115,7 +115,7 @@ def test_a_resumed_run_says_from_where_and_plans_its_next_step(file, capsys):
 
 
 def test_mean_loss_and_time_are_of_all_starts(file, tmp_path):
-    """As the counts of steps beside them are."""
+    """Counts of steps beside them are too."""
     once(file)
     first = recorded(tmp_path / "out" / "checkpoint-2", "seconds")
     assert 0 < first <= RunLog.read(tmp_path / "out").seconds

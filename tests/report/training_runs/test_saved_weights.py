@@ -70,7 +70,7 @@ def run_with(folder: Path, **evaluation: object) -> str:
     ],
 )
 def test_an_evaluation_that_is_not_of_the_runs_weights_is_left_out(own, others, reason, tmp_path, caplog):
-    """As after another training into the same directory, or as an earlier version wrote it."""
+    """Another training into the same directory leaves such a one, and so has an earlier version."""
     evaluation = save_weights(tmp_path, 0) if others else {}
     (tmp_path / "model.safetensors").unlink(missing_ok=True)
     if own is not None:

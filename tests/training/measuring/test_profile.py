@@ -368,7 +368,7 @@ def test_points_are_named_by_their_documents(capsys):
     ],
 )
 def test_speeds_that_say_nothing_of_a_machine_are_not_written(lengths, factor, reason, tmp_path, monkeypatch):
-    """As where one case takes so long that hardly any is measured."""
+    """One case may take so long that hardly any other is measured."""
     fitted = [Point("micro_batch", (length,), 1, 0.5) for length in lengths]
     held_out = [Point("micro_batch", (length,), 1, 0.5, held_out=True) for length in (48, 96)]
     seconds = [0.5] * len(fitted) + [0.5 * factor] * len(held_out)
