@@ -130,8 +130,9 @@ def _unequal_units_for(
     while size < free:
         room += context.before[first + unit] - context.before[first]
         speed += context.speed_before[first + unit] - context.speed_before[first]
-        for kind in range(kinds):
-            counts[kind] += context.kinds_before[first + unit, kind] - context.kinds_before[first, kind]
+        if kinds > 0:
+            for rank in range(first, first + unit):
+                counts[context.kind[rank]] += 1
         first = following[first]
         size += 1
         ranks = size * unit

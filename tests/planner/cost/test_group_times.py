@@ -31,6 +31,23 @@ def test_unequal_ranks_end_in_time_where_their_slowest_does(data: st.DataObject)
     assert np.diff(context.speed_before).tolist() == context.speeds.tolist()
 
 
+@given(st.integers(0, 2**32), st.integers(100, 990), st.sampled_from([1, 3]))
+def test_a_group_of_many_ranks_takes_about_as_long_by_what_they_are_like(seed: int, slowest: int, memories: int):
+    """Of ranks up to twice as many as there are kinds, exactly as long."""
+    rng, ranks = np.random.default_rng(seed), 300
+    speed = tuple(rng.integers(slowest, 1001, ranks).tolist())
+    memory = tuple(rng.choice([1000, 900, 700][:memories], ranks).tolist())
+    context = placement_context(Topology(ranks, 8192, speed=speed, memory=memory), COST)
+    assert 1 < len(context.kind_speeds) <= 32
+    assert context.kinds_before[-1].sum() == ranks
+    for size in (20, 64, 130, ranks):
+        first = int(rng.integers(ranks - size + 1))
+        length = int(rng.integers(0.3 * context.before[size], context.before[first + size] - context.before[first] + 1))
+        time = adjacent_time(length, first, size, context)
+        exact = unequal_time(length, np.arange(first, first + size), context)
+        assert abs(time - exact) <= (0 if size <= 2 * len(context.kind_speeds) else 0.01 * exact)
+
+
 @given(st.data())
 def test_ranks_of_a_list_end_as_those_of_an_array(data: st.DataObject):
     """Counted by kind where kinds are few, or one by one."""

@@ -18,7 +18,8 @@ import numpy as np
 
 from hf_longctx.planner.bound import unit_bits
 from hf_longctx.planner.cost.cost_model import CostModel
-from hf_longctx.planner.cost.group_times import PlacementContext, group_times, placement_context
+from hf_longctx.planner.cost.group_times import PlacementContext, placement_context
+from hf_longctx.planner.placing.assembly import group_costs
 from hf_longctx.planner.placing.packing import sums
 from hf_longctx.planner.placing.rounds.builder import NEVER, Rounds, RoundsBuilder
 from hf_longctx.planner.placing.rounds.dealer import DEALT_DOCUMENTS
@@ -66,7 +67,7 @@ def plans_in_rounds(
     """
     rounds = None
     for rounds in rounds_tried(lengths, tokens, bound, RESERVED_BELOW, windows, topology, cost, context, soonest):
-        yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
+        yield _build(lengths, tokens, order, rounds, bound, topology, cost)
     late = rounds is not None and rounds.makespan * 1000 > bound * WINDOWS_ABOVE
     if not late or len(lengths) > DEARER_DOCUMENTS or not topology.uniform:
         return
@@ -76,7 +77,7 @@ def plans_in_rounds(
         # How many ranks suit a document remains what the true costs say. Fewer would keep groups from being rounded up to whole
         # nodes, and the cost of sharing a node with others is not counted.
         rounds = best_rounds(lengths, tokens, bound, RESERVED_BELOW, (), topology, cost, seen)
-        yield _build(lengths, tokens, order, rounds, bound, topology, cost, context)
+        yield _build(lengths, tokens, order, rounds, bound, topology, cost)
 
 
 def _dearer(lengths: np.ndarray, topology: Topology, cost: CostModel) -> CostModel | None:
@@ -158,7 +159,6 @@ def _build(
     bound: int,
     topology: Topology,
     cost: CostModel,
-    context: PlacementContext,
 ) -> StepPlan:
     """Documents whose micro-batch begins on the same rank in the same round share it."""
     places, micro_batch = np.unique(rounds.round * topology.world_size + rounds.first_rank, return_inverse=True)
@@ -174,7 +174,11 @@ def _build(
     member = first_member[micro_batch] + rounds.holder - begins[micro_batch]
     whole_times = sums(member[~split], cost.time(lengths[~split], 1), len(rank))
     shared = np.full(len(places), cost.micro_batch_ns)
-    shared[micro_batch[split]] = group_times(lengths[split], rounds.first_rank[split], rounds.size[split], context)
+    split_in_order = np.flatnonzero(split)[np.argsort(micro_batch[split])]
+    groups = rank[np.repeat(np.isin(np.arange(len(places)), micro_batch[split]), members)]
+    shared[micro_batch[split_in_order]] = group_costs(
+        lengths[split_in_order], rounds.size[split_in_order], groups, topology, cost
+    )
     alone = np.repeat(members == 1, members)
     times = np.repeat(shared, members) + whole_times
     in_group = np.repeat(shared, members) + topology.times(whole_times, rank)
