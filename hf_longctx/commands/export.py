@@ -11,8 +11,8 @@ adds:
 - adapters stay adapters, or are merged into their base (--merge, commands/checkpoints/merging.py);
 - --format gguf: one file for llama.cpp and its kin instead of all these (commands/checkpoints/gguf_file.py).
 
-One process, on CPU. Weights are read, cast and written file by file: no more than one file of the output and one weight of the
-input are in memory at once. (A merge holds the whole model.) Nothing is unpickled.
+One process, on CPU. Weights are read, cast and written file by file: no more than one file of the output is in memory at once,
+and of the input one weight, or those few that are published as one. (A merge holds the whole model.) Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -21,13 +21,17 @@ import json
 import re
 import shutil
 import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from hf_longctx.commands.checkpoints.checkpoint_weights import ADAPTER_WEIGHTS, INDEX, CheckpointWeights, cast
 from hf_longctx.commands.shared.loading import ADAPTER, Dtype
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 TOKENIZER = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*")
 BESIDE = (
@@ -129,7 +133,7 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
     """Writes configuration and weights of a model.
 
     Raises:
-        ValueError: there are no safetensors, or quantised weights shall be cast.
+        ValueError: there are no safetensors, quantised weights shall be cast, or publishing would lose some.
     """
     import torch
     from huggingface_hub import split_torch_state_dict_into_shards
@@ -142,18 +146,19 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
 
-    def published(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One weight as other programs know it: itself, or several, with their names."""
-        parts = revert_weight_conversion(model, {name: tensor})
+    def published(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Weights as other programs know them: themselves, or others in their place, with their names."""
+        parts = revert_weight_conversion(model, dict(tensors))
         return {part_name: _cast(part_name, part, dtype) for part_name, part in parts.items()}
 
     weights = CheckpointWeights(source)
     planned: dict[str, torch.Tensor] = {}
-    origin: dict[str, str] = {}
-    for name, like in weights.shapes():
-        parts = published(name, like)
+    origin: dict[str, tuple[str, ...]] = {}
+    for group in published_together(published, dict(weights.shapes())):
+        parts = published(group)
+        refuse_lost(group, parts, origin)
         planned |= parts
-        origin |= dict.fromkeys(parts, name)
+        origin |= dict.fromkeys(parts, tuple(group))
     split = split_torch_state_dict_into_shards(
         planned, filename_pattern="model{suffix}.safetensors", max_shard_size=max_file_size
     )
@@ -165,8 +170,8 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
         typer.echo(f"one weight alone is larger than --max-file-size {max_file_size}: {', '.join(larger)}", err=True)
     for file, names in split.filename_to_tensors.items():
         file_weights: dict[str, torch.Tensor] = {}
-        for name in dict.fromkeys(origin[part_name] for part_name in names):
-            parts = published(name, weights.read(name))
+        for group_names in dict.fromkeys(origin[part_name] for part_name in names):
+            parts = published({name: weights.read(name) for name in group_names})
             # A part of a larger tensor is copied, or it would keep the whole of it.
             file_weights |= {
                 part_name: parts[part_name].clone().contiguous() for part_name in names if part_name in parts
@@ -178,6 +183,39 @@ def export_model(source: Path, folder: Path, dtype: Dtype, max_file_size: str) -
     if dtype != "auto":
         config.dtype = dtype
     config.save_pretrained(folder)
+
+
+def published_together(
+    published: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]], weights: Mapping[str, Tensor]
+) -> list[dict[str, Tensor]]:
+    """Group weights that are published as one, as a matrix of queries, keys and values is: each of these alone would be published
+    under the same names.
+
+    Args:
+        published: weights -> what is published of them.
+        weights: without memory.
+    """
+    groups: dict[tuple[str, ...], dict[str, Tensor]] = {}
+    for name, weight in weights.items():
+        groups.setdefault(tuple(published({name: weight})), {})[name] = weight
+    return list(groups.values())
+
+
+def refuse_lost(group: Mapping[str, Tensor], parts: Mapping[str, Tensor], taken: Mapping[str, Sequence[str]]) -> None:
+    """Raise ValueError where publishing weights would lose some of their numbers.
+
+    Args:
+        group: weights that are published together.
+        parts: what is published of them.
+        taken: published name of other weights -> their names.
+    """
+    if twice := sorted(parts.keys() & taken.keys()):
+        raise ValueError(f"{', '.join(taken[twice[0]])} and {', '.join(group)} would both be published as {twice[0]}")
+    before, after = (sum(weight.numel() for weight in weights.values()) for weights in (group, parts))
+    if before != after:
+        raise ValueError(
+            f"{', '.join(group)} hold {before:,} numbers, and what is published of them ({', '.join(parts)}) would hold {after:,}"
+        )
 
 
 def export_adapter(source: Path, folder: Path, dtype: Dtype) -> None:

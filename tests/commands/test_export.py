@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.commands import export as command
 from hf_longctx.commands.checkpoints.checkpoint_weights import cast, refuse_not_finite
-from hf_longctx.commands.export import export
+from hf_longctx.commands.export import export, refuse_lost
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from tests.builders.small_tokenizers import byte_tokenizer, word_tokenizer
 from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral, tiny_mpt
@@ -159,6 +159,31 @@ def test_every_family_is_exported_under_its_published_names(family: str, tmp_pat
     make().save_pretrained(tmp_path / "published")
     assert weights_of(tmp_path / "plain").keys() == weights_of(tmp_path / "published").keys()
     assert any(".experts.3.w1." in name for name in weights_of(tmp_path / "plain")) == (family == "mixtral")
+
+
+def test_weights_that_are_published_as_one_are_exported_whole(tmp_path: Path):
+    """A checkpoint of hrm_text has query, key, value and gate apart, and is published with all of them in one weight."""
+    config = AutoConfig.for_model(
+        "hrm_text", vocab_size=128, hidden_size=32, intermediate_size=64, num_layers_per_stack=1, num_attention_heads=4
+    )
+    model: Any = AutoModelForCausalLM.from_config(config)
+    model.save_pretrained(tmp_path / "published")
+    config.save_pretrained(tmp_path / "checkpoint")
+    save_file(model.state_dict(), tmp_path / "checkpoint" / "model.safetensors", metadata={"format": "pt"})
+    export(tmp_path / "checkpoint", tmp_path / "plain", max_file_size="20KB")
+    assert len(list((tmp_path / "plain").glob("*.safetensors"))) > 1
+    expected, exported = (weights_of(tmp_path / name) for name in ("published", "plain"))
+    assert any("gqkv" in name for name in expected)
+    assert expected.keys() == exported.keys()
+    assert [name for name in expected if not torch.equal(expected[name], exported[name])] == []
+
+
+def test_weights_whose_numbers_would_be_lost_are_refused():
+    weight = torch.empty(2, 3, device="meta")
+    with pytest.raises(ValueError, match=r"^a, b and c would both be published as d$"):
+        refuse_lost({"c": weight}, {"d": weight}, {"d": ("a", "b")})
+    with pytest.raises(ValueError, match=r"^a, b hold 12 numbers, and what is published of them \(d\) would hold 6$"):
+        refuse_lost({"a": weight, "b": weight}, {"d": weight}, {})
 
 
 def test_adapters_stay_adapters_or_are_merged(tmp_path: Path):
