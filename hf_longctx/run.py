@@ -27,6 +27,7 @@ from hf_longctx.models.adapters.new_rows import add_rows
 from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights, freeze
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
+from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.precision import AUTO, Decision, with_precision
 from hf_longctx.report.training_runs.live_view import doing, preparing, show_live
 from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
@@ -270,12 +271,14 @@ class ReportingTrainer(LongContextTrainer):
 
 
 class ScaledConfig(TrainerCallback):
-    """Leaves config.json beside the saved adapters: the positions and tokens they were trained with are not those of the weights
-    they stand on, and PEFT saves no configuration of these. Checkpoints hold one."""
+    """Leaves config.json and generation_config.json beside the saved adapters: the positions and tokens they were trained with,
+    and what ends texts, are not those of the weights they stand on, and PEFT saves neither. Checkpoints hold both."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
-            kwargs["model"].config.save_pretrained(args.output_dir)
+            model = language_model_of(kwargs["model"])
+            for configuration in filter(None, (model.config, model.generation_config)):
+                configuration.save_pretrained(args.output_dir)
 
 
 def _model(config: Config, model_path: str | None, settings: dict[str, Any], tokenizer: Any) -> Any:

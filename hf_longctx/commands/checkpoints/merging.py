@@ -62,7 +62,7 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
     from transformers import AutoModelForCausalLM
 
     from hf_longctx.commands.checkpoints.checkpoint_weights import refuse_not_finite
-    from hf_longctx.commands.shared.loading import first_line, readable_weights
+    from hf_longctx.commands.shared.loading import first_line, generate_as_trained, readable_weights
     from hf_longctx.models.adapters.new_rows import add_rows
 
     try:
@@ -76,6 +76,7 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
         with readable_weights(name):
             model = AutoModelForCausalLM.from_pretrained(name, config=config, dtype=dtype, use_safetensors=True)
             add_rows(model, rows)
+            generate_as_trained(model, adapter, name)
     except OSError as error:
         raise ValueError(
             f"the weights that {adapter} stands on, {name!r}, cannot be loaded: {first_line(error)}. Say where they are with "

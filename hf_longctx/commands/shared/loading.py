@@ -162,10 +162,38 @@ def _adapted(path: Path, settings: dict[str, Any]) -> Any:
     with readable_weights(base, path):
         model = AutoModelForCausalLM.from_pretrained(base, config=config, **settings)
         add_rows(model, rows)
+        generate_as_trained(model, path, base)
         try:
             return PeftModel.from_pretrained(model, str(path))
         except RuntimeError as error:
             raise ValueError(f"{path} does not fit {base}, on which it says it stands: {first_line(error)}") from error
+
+
+def generate_as_trained(model: Any, adapter: Path, base: str) -> None:
+    """Have a model generate as adapters were trained to: other tokens than its base's may end texts.
+
+    Args:
+        model: what they stand on.
+        adapter: their folder. Where it has no generation_config.json, as one that was saved earlier, the end token of its
+            config.json counts if the base has another.
+        base: as `resolved` returns it.
+    """
+    from transformers import GenerationConfig
+    from transformers.utils import GENERATION_CONFIG_NAME
+
+    if not model.can_generate():
+        return
+    if (adapter / GENERATION_CONFIG_NAME).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(adapter)
+    elif (adapter / "config.json").is_file() and (end := _end_token(str(adapter))) != _end_token(base):
+        model.generation_config.eos_token_id = end
+
+
+def _end_token(name: str) -> int | list[int] | None:
+    """Return what ends texts as the configuration of a model says it."""
+    from transformers import AutoConfig
+
+    return getattr(AutoConfig.from_pretrained(name).get_text_config(), "eos_token_id", None)
 
 
 def with_rows_of(config: Any, base: str) -> int:

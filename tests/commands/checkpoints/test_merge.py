@@ -1,6 +1,7 @@
 """`hf-longctx merge`: the merged checkpoint is plain, gives the adapter's logits, and what cannot be merged is said."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -9,11 +10,14 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from hf_longctx.cli import main
+from hf_longctx.commands.checkpoints.merging import merged
+from hf_longctx.commands.shared.loading import load_model
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.rope_scaling import scale_rope
+from hf_longctx.run import ScaledConfig
 from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral
 
 IDS = torch.arange(60)[None] % 128
@@ -65,6 +69,29 @@ def test_positions_that_the_adapter_was_trained_with_are_merged_too(tmp_path: Pa
     assert merged.config.rope_parameters["factor"] == 4.0
     assert merged.config.max_position_embeddings == 4 * 4096
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
+
+
+def test_a_text_ends_as_the_adapter_was_trained_to_end_it(tmp_path: Path):
+    model = tiny_llama()
+    model.generation_config.eos_token_id = [2, 3]
+    adapter, _ = saved_adapter(tmp_path, model)
+    for end, beside, expected in ((2, None, [2, 3]), (7, None, 7), (7, [7, 5], [7, 5])):
+        model.config.eos_token_id = end
+        model.config.save_pretrained(adapter)
+        if beside:
+            GenerationConfig(eos_token_id=beside).save_pretrained(adapter)
+        loaded, _ = merged(adapter, None, "auto")
+        again = load_model(str(adapter), "auto", torch.device("cpu"))
+        assert [model.generation_config.eos_token_id for model in (loaded, again)] == [expected, expected]
+
+
+def test_what_ends_texts_lies_beside_adapters_that_end_them_otherwise(tmp_path: Path):
+    model = add_lora(tiny_llama(), r=2)
+    model.generation_config.eos_token_id = 7
+    arguments, state = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(is_world_process_zero=True)
+    ScaledConfig().on_train_end(arguments, state, None, model=model)
+    assert AutoConfig.from_pretrained(tmp_path).vocab_size == 128
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == 7
 
 
 def test_a_model_without_rotary_positions_whose_adapter_lies_beside_a_configuration(tmp_path: Path):
