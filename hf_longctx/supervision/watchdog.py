@@ -32,6 +32,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
+from datetime import timedelta
 from types import FrameType
 from typing import Any
 
@@ -352,16 +353,25 @@ class Job:
 def _job() -> Job | None:
     """Return the job as the process group has it, or before there is one, torchrun's and accelerate's launcher; None: nobody has
     it yet."""
-    environment = os.environ
     store: Any
     if dist.is_initialized():
         store = _get_default_store()
         with suppress(RuntimeError):  # not every kind of store can be cloned
             store = store.clone()
         return Job(store, dist.get_rank(), dist.get_world_size())
-    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":  # rank 0 will hold the store
+    return launcher_job()
+
+
+def launcher_job(timeout: timedelta = timedelta(minutes=5)) -> Job | None:
+    """Return the job as torchrun's and accelerate's launcher has it; None: it has no store, and rank 0 will hold one.
+
+    Args:
+        timeout: how long to wait for the store, and for each of its answers.
+    """
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
     host, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     attempt = f"hf_longctx/attempt {environment.get('TORCHELASTIC_RESTART_COUNT', 0)}"
     return Job(dist.PrefixStore(attempt, store), int(environment["RANK"]), int(environment["WORLD_SIZE"]))

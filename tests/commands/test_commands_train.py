@@ -18,7 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 
 from hf_longctx import LongContextPlugin, LongContextTrainer, precision
 from hf_longctx.cli import main
-from hf_longctx.commands.preflight.launching import LAUNCHER, _end_ranks
+from hf_longctx.commands.preflight import launching
+from hf_longctx.commands.preflight.launching import LAUNCHER, _end_ranks, _failed_first
 from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.commands.shared import ranks
 from hf_longctx.config import load_config
@@ -279,17 +280,39 @@ def test_more_ranks_than_gpus_are_refused(file, capsys, monkeypatch):
     assert "--ranks 3 on 2 GPUs: start at most 2, or give training.use_cpu=true" in text
 
 
+def test_the_first_rank_that_fails_speaks_before_ranks_have_met(monkeypatch: Any):
+    """The launcher's store knows it, where there is one; else another rank speaks if it is not ended meanwhile."""
+    store, waited = ranks.loopback_store(), []
+    monkeypatch.setattr(launching.time, "sleep", waited.append)
+    names = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": store.port, "RANK": 1, "LOCAL_RANK": 1, "WORLD_SIZE": 2}
+    for name, value in (names | {"TORCHELASTIC_USE_AGENT_STORE": True}).items():
+        monkeypatch.setenv(name, str(value))
+    assert [_failed_first(), _failed_first()] == [True, False]
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert _failed_first()
+    assert not waited
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "False")
+    assert _failed_first()
+    assert len(waited) == 1
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert _failed_first()
+    assert len(waited) == 1
+
+
 @pytest.mark.processes
-def test_an_error_of_one_rank_ends_all_and_only_it_speaks(tmp_path: Path):
+@pytest.mark.parametrize("alone", [False, True], ids=["after ranks have met", "before"])
+def test_an_error_of_one_rank_ends_all_and_only_it_speaks(alone: bool, tmp_path: Path):
     program = tmp_path / "failing.py"
     program.write_text(
         "import os, sys, torch, torch.distributed as dist\n"
         "from hf_longctx.commands.preflight.launching import one_voice\n"
-        "dist.init_process_group('gloo')\n"
+        "def meet(): dist.init_process_group('gloo')\n"
+        f"{'' if alone else 'meet()'}\n"
         "try:\n"
         "    with one_voice():\n"
         "        if os.environ['RANK'] == '1':\n"
         "            raise ValueError('rank 1 has no file')\n"
+        f"        {'meet()' if alone else ''}\n"
         "        dist.all_reduce(torch.ones(1))\n"
         "except ValueError as error:\n"
         "    sys.exit(f'error: {error}')\n"

@@ -15,9 +15,11 @@ import os
 import shlex
 import signal
 import sys
+import time
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from typing import Any
 
 import psutil
@@ -26,6 +28,9 @@ from hf_longctx.commands.shared.ranks import USER_ERROR, cores, loopback_store
 
 FAILED = "hf_longctx/failed"
 """Name of the number in the store."""
+SOON = timedelta(seconds=3)
+"""Time in which a store answers, and in which a launcher ends the others of a rank that has failed: torchrun looks ten times a
+second."""
 LAUNCHER = "LONGCTX_LAUNCHER"
 """Name of the environment's variable with the process that has started this one as a rank."""
 PR_SET_PDEATHSIG = 1
@@ -100,7 +105,7 @@ def _end_ranks(run_id: str) -> None:
 @contextmanager
 def one_voice() -> Iterator[None]:
     """Lets an error through on the rank that failed first; most of the others fail because it did, or as it did, and end
-    without a word. Before ranks have met, the first process of each machine speaks."""
+    without a word."""
     try:
         yield
     except Exception as error:
@@ -113,11 +118,19 @@ def one_voice() -> Iterator[None]:
 
 
 def _failed_first() -> bool:
-    """Whether this rank failed first, and so speaks; before ranks have met, the first process of each machine."""
+    """Whether this rank failed first, and so speaks. Where neither the launcher nor the ranks have a store, the first process of
+    each machine speaks, and others do if they are alive a little later: a launcher ends them soon after one that has failed."""
     import torch.distributed as dist
 
+    from hf_longctx.supervision.watchdog import launcher_job
+
+    with suppress(RuntimeError):  # the launcher is gone
+        if (job := launcher_job(SOON)) is not None:
+            return job.store.add(FAILED, 1) == 1
     if not dist.is_initialized():
-        return os.environ.get("LOCAL_RANK", "0") == "0"
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            time.sleep(SOON.total_seconds())
+        return True
     with suppress(RuntimeError):  # the store went with the rank that kept it, which has spoken
         return dist.distributed_c10d._get_default_store().add(FAILED, 1) == 1
     return False
