@@ -12,6 +12,7 @@ TrainingArguments switches both off, as it does Trainer's bar. `doing` shows wha
 way. Only rank 0 speaks, and nothing is sent.
 """
 
+import atexit
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -73,6 +74,9 @@ class LiveView(TrainerCallback):
         self._progress = ("training", state.global_step, state.max_steps)
         if self._console.is_terminal:
             self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
+            atexit.register(
+                self.stop
+            )  # Trainer tells nobody of an error, and a terminal would be left without a cursor
             self._live.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -94,7 +98,12 @@ class LiveView(TrainerCallback):
             self._console.print(line(logs, state.global_step, state.max_steps), markup=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Draw no more, and give the terminal its cursor back; again: does nothing."""
         if self._live is not None:
+            atexit.unregister(self.stop)
             self._live.stop()
             self._live = None
 
@@ -173,7 +182,7 @@ def doing(what: str, console: Console | None, detail: Callable[[], str] = str) -
 @contextmanager
 def preparing(trainer: Any, console: Console | None, detail: Callable[[], str] = str) -> Iterator[None]:
     """Shows around `trainer.train()` that it prepares, as `doing` does, until training begins: checkpoints are looked at, the
-    model is distributed, the first step is planned."""
+    model is distributed, the first step is planned. However training ends, nothing is drawn any more then."""
     with ExitStack() as shown:
         shown.enter_context(doing("preparing to train", console, detail))
         until = _UntilTraining(shown)
@@ -182,6 +191,9 @@ def preparing(trainer: Any, console: Console | None, detail: Callable[[], str] =
             yield
         finally:
             trainer.remove_callback(until)
+            for callback in trainer.callback_handler.callbacks:
+                if isinstance(callback, LiveView):
+                    callback.stop()
 
 
 class _UntilTraining(TrainerCallback):

@@ -1,7 +1,11 @@
 """The live view: what it draws on a terminal, what it writes elsewhere, and when it stays away."""
 
+import atexit
 import io
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -70,6 +74,27 @@ def test_what_prepares_in_vain_is_shown_no_longer(tmp_path):
         run.train(resume_from_checkpoint=True)
     drawn = console.file.getvalue()
     assert drawn.rindex("preparing to train") < drawn.rindex("\x1b[?25h"), "the cursor is there again"
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["around training", "at exit"])
+def test_the_cursor_is_there_again_after_an_error_in_training(around: bool, tmp_path: Path, monkeypatch: Any):
+    at_exit: list[Callable[[], None]] = []
+    monkeypatch.setattr(atexit, "register", at_exit.append)
+    console = Console(file=io.StringIO(), force_terminal=True, width=160)
+    run = trainer(tmp_path)
+    run.add_callback(LiveView(run, console))
+    monkeypatch.setattr(run, "training_step", interrupted)
+    with pytest.raises(KeyboardInterrupt), preparing(run, console) if around else nullcontext():
+        run.train()
+    if not around:
+        [stop] = at_exit
+        stop()
+    drawn = console.file.getvalue()
+    assert drawn.rindex("\x1b[?25l") < drawn.rindex("\x1b[?25h")
+
+
+def interrupted(*_: Any, **__: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def test_elsewhere_it_writes_a_line_for_each_log(tmp_path):
