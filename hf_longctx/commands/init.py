@@ -10,6 +10,7 @@ and the capacity is what memory holds then. No weight is read; of well-known mod
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -130,7 +131,7 @@ def init(
     scaling = _scaling(config, tokens)
     text = _text(path, way, room, gpus, tokens, scaling, data, documents, start, output, device, gpu_memory)
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(text)
+    output.write_text(text, encoding="utf-8")
     try:
         load_config(output)
     except ValueError:
@@ -311,7 +312,8 @@ def _text(
     from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL
 
     def value(given: Any) -> str:
-        return yaml.safe_dump(given, default_flow_style=True).removesuffix("\n").removesuffix("\n...")
+        line = yaml.safe_dump(given, default_flow_style=True, width=math.inf, allow_unicode=True)
+        return line.removesuffix("\n").removesuffix("\n...")
 
     nodes = 1 if start.startswith("hf-longctx") else int(start.split("--nnodes ")[1].split()[0])
     share = round(1000 * way.offload)

@@ -128,6 +128,17 @@ def test_published_sizes_are_those_of_the_models():
         assert ModelSizes.of(config, 1).parameters / 1e9 == pytest.approx(billions, rel=2e-3), name
 
 
+def test_a_long_path_with_spaces_is_a_line_of_its_own(capsys):
+    folder = " ".join(["läßt sich schwer merken"] * 5)
+    tiny_llama().config.save_pretrained(folder)
+    rows = Path(folder, "rows.jsonl")
+    rows.write_text('{"input_ids": [1, 2, 3]}\n')
+    output_of(capsys, "init", folder, "--data", str(rows), "--device", "cpu", "--gpus", "1", "--output", "run.yaml")
+    config = load_config("run.yaml")
+    assert (config.model.path, config.data.path) == (folder, {"train": [str(rows)]})
+    assert f"path: {folder}\n" in Path("run.yaml").read_text(encoding="utf-8")
+
+
 def test_without_options_it_is_for_this_machine_and_named_after_the_model(capsys, monkeypatch):
     tiny_llama().config.save_pretrained("Tiny-Llama 2")
     Path("rows.jsonl").write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4, 5]}\n')
