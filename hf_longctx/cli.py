@@ -122,7 +122,7 @@ def _refuse_start(arguments: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a verb with `arguments`, by default those of the process. Returns the exit code."""
-    session, to_user = Session(), Console(stderr=True, highlight=False, soft_wrap=True)
+    session, to_user = Session(), Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
     first = os.environ.get("RANK", "0") == "0"
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -361,7 +361,7 @@ def _draw(trainer: LongContextTrainer, results: dict[str, Any]) -> str:
 def _say_results(results: dict[str, Any], problem: str) -> None:
     """Print what came out, and why there are no pictures of it."""
     if problem:
-        Console(stderr=True).print(problem)
-    console = Console(highlight=False, soft_wrap=True)
+        Console(stderr=True).print(problem, markup=False)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     for name, value in results.items():
         console.print(f"{name:18} {value:.4f}" if isinstance(value, float) else f"{name:18} {value}")

@@ -18,12 +18,7 @@ import typer
 if TYPE_CHECKING:
     from hf_longctx.commands.preflight.health import Finding
 
-SIGNS = {
-    "ok": "[green]ok[/green]     ",
-    "note": "note   ",
-    "warning": "[yellow]warning[/yellow]",
-    "problem": "[red]problem[/red]",
-}
+COLOURS = {"ok": "green", "note": "", "warning": "yellow", "problem": "red"}
 
 
 def doctor(
@@ -41,6 +36,8 @@ def doctor(
 
     Example: hf-longctx doctor --ranks 2
     """
+    from rich.text import Text
+
     from hf_longctx.attention.kernels.report import kernel_report
     from hf_longctx.commands.preflight import health
     from hf_longctx.commands.shared.ranks import cores, is_first, on_cpu
@@ -54,13 +51,12 @@ def doctor(
     console, levels = screen(), []
 
     def show(title: str, findings: Iterable[Finding]) -> None:
-        console.print(f"[bold]{title}[/bold]")
+        console.print(title, style="bold")
         for finding in findings:
             levels.append(finding.level)
-            console.print(f"  {SIGNS[finding.level]} ", end="")
-            console.print(finding.text, markup=False)
+            console.print(Text.assemble("  ", (f"{finding.level:<8}", COLOURS[finding.level]), finding.text))
             if finding.remedy and finding.level != "ok":
-                console.print(f"          -> {finding.remedy}", markup=False)
+                console.print(f"          -> {finding.remedy}")
 
     show("Versions", health.versions())
     show("Devices", health.devices())
@@ -71,9 +67,9 @@ def doctor(
     show("Limits", health.limits())
     show("Disks", health.disks())
     show("Links between processes", _links(ranks, cpu))
-    console.print(kernel_report(), markup=False)
+    console.print(kernel_report())
     bad, doubtful = levels.count("problem"), levels.count("warning")
-    console.print(f"[bold]{bad} problem(s), {doubtful} warning(s)[/bold]")
+    console.print(f"{bad} problem(s), {doubtful} warning(s)", style="bold")
     if bad:
         raise typer.Exit(1)
 

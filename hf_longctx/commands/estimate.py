@@ -80,8 +80,6 @@ def estimate(
 
     Example: hf-longctx estimate llama-7b --context 1M --gpus 64
     """
-    from rich.markup import escape
-
     from hf_longctx.commands.shared.costs import counting_notes, read_config
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.parallel.world import World
@@ -133,9 +131,9 @@ def estimate(
         raise ValueError(f"{error}. {_without_activations(config, weight, trained, ranks)}") from error
     console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
-    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    console.print(title, style="bold", soft_wrap=True)
     if decision is not None:
-        console.print(f"--dtype auto: {precision}; {escape(decision.reason)}", soft_wrap=True)
+        console.print(f"--dtype auto: {precision}; {decision.reason}", soft_wrap=True)
     for note in counting_notes(config):
         console.print(f"{model}: {note}", soft_wrap=True)
     console.print(

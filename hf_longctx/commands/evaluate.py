@@ -329,7 +329,7 @@ def _bar(name: str) -> Iterator[Any]:
 
     from hf_longctx.commands.shared.ranks import is_first
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     silent = not (is_first() and console.is_terminal)
     with Progress(*columns, console=console, transient=True, disable=silent) as progress:
@@ -374,8 +374,6 @@ def report(results: dict[str, Any], output: Path | None) -> None:
 
 
 def _write(results: dict[str, Any], output: Path, console: Console) -> None:
-    from rich.markup import escape
-
     from hf_longctx.report.pictures.canvas import PictureError
     from hf_longctx.report.pictures.evaluation_pictures import draw_evaluation
 
@@ -386,6 +384,6 @@ def _write(results: dict[str, Any], output: Path, console: Console) -> None:
     try:
         written += draw_evaluation(results, output)
     except PictureError as error:
-        console.print(f"no pictures: {escape(str(error))}", soft_wrap=True)
+        console.print(f"no pictures: {error}", soft_wrap=True)
     for path in written:
-        console.print(f"written: {escape(str(path))}", soft_wrap=True)
+        console.print(f"written: {path}", soft_wrap=True)

@@ -92,8 +92,6 @@ def plan(
 
     Example: hf-longctx plan github --ranks 64 --capacity 8192 --output plans
     """
-    from rich.markup import escape
-
     from hf_longctx.commands.shared.costs import counting_notes, read_config, read_device
     from hf_longctx.commands.shared.documents import Wanted, read_documents
     from hf_longctx.commands.shared.planners import read_planners, refuse_beyond_planners
@@ -139,10 +137,10 @@ def plan(
     console = screen()
     devices = f"{ranks} x {device}" if stages == 1 else f"{ranks} x {stages} stages, {ranks * stages} x {device}"
     title = f"{source.name}, {model} on {devices}, {capacity:,} tokens per rank, {mode}"
-    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    console.print(title, style="bold", soft_wrap=True)
     console.print(_describe(batches, len(epoch)), soft_wrap=True)
     if too_long:
-        console.print(f"{escape(too_long)}. It is not among these steps; training refuses it", soft_wrap=True)
+        console.print(f"{too_long}. It is not among these steps; training refuses it", soft_wrap=True)
     if on.note:
         console.print(on.note, soft_wrap=True)
     for note in counting_notes(config):
@@ -155,10 +153,10 @@ def plan(
     results, refused = _plan_all({name: planners[name] for name in names}, batches, topology, cost, mode)
     console.print(_table(results, kv_bytes))
     for name, error in refused.items():
-        console.print(f"{name}: {escape(str(error))}", soft_wrap=True)
+        console.print(f"{name}: {error}", soft_wrap=True)
     if output is not None:
         for path in _write(results, output, batches[0], title, kv_bytes):
-            console.print(f"written: {escape(str(path))}", soft_wrap=True)
+            console.print(f"written: {path}", soft_wrap=True)
 
 
 def _too_long(pieces: Pieces, topology: Topology, name: str) -> str:

@@ -67,7 +67,12 @@ class _bar:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TextColumn("{task.fields[found]}"))
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(),
+            TextColumn("{task.fields[found]}"),
+        )
         self._progress = Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True))
         self._task = self._progress.add_task(split, total=None, found="")
 
@@ -89,6 +94,7 @@ def _report(console: Console, split: str, dataset: Dataset, longctx: LongctxConf
     import warnings
 
     from rich.table import Table
+    from rich.text import Text
 
     from hf_longctx.data.length_index import LengthIndex
     from hf_longctx.data.long_documents import cut_documents
@@ -113,7 +119,7 @@ def _report(console: Console, split: str, dataset: Dataset, longctx: LongctxConf
         console.print(table)
         if sum(source.bad_rows + source.empty_rows for source in dataset.manifest.sources):
             console.print(f"What was left out: {dataset.directory / REFUSED}")
-        console.print(f"[bold]{split}[/bold]: {dataset.directory}")
+        console.print(Text.assemble((split, "bold"), f": {dataset.directory}"))
     console.print(
         f"{len(index):,} documents, {index.lengths.sum():,} tokens. p50 {lengths['p50']:,}, p90 {lengths['p90']:,}, "
         f"p99 {lengths['p99']:,}, longest {lengths['max']:,}"

@@ -95,7 +95,6 @@ def simulate(
     Example: hf-longctx simulate --model llama-7b --gpus 64 --context 256K
     """
     import numpy as np
-    from rich.markup import escape
 
     from hf_longctx.commands.shared.costs import read_config
     from hf_longctx.commands.shared.planners import read_planners, refuse_beyond_planners
@@ -130,7 +129,7 @@ def simulate(
     title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}"
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
     title += f", {schedule}" * (schedule != "1f1b") + f", attention by {attention}" * (attention is not None)
-    console.print(f"[bold]{escape(title)}[/bold]", soft_wrap=True)
+    console.print(title, style="bold", soft_wrap=True)
     for longest, batches in read.items():
         lengths = np.concatenate(batches)
         if 2 * lengths.sum() < step_tokens * steps:
@@ -139,7 +138,6 @@ def simulate(
                 f"{step_tokens * steps:,} were asked for: what there is is simulated, in {len(batches):,} step(s), and idle "
                 f"ranks count. Valid: --tokens {lengths.sum()} or less",
                 soft_wrap=True,
-                markup=False,
             )
     results, failed = [], {}
     for devices, longest in sizes:
@@ -162,12 +160,12 @@ def simulate(
     for name in names:
         if without := [result for result in results if name in result.refused]:
             size = f" at {len(without)} of {len(results)} sizes" if len(results) > 1 else ""
-            console.print(f"{name}{size}: {escape(str(without[0].refused[name]))}", soft_wrap=True)
+            console.print(f"{name}{size}: {without[0].refused[name]}", soft_wrap=True)
     for (devices, longest), reason in failed.items():
-        console.print(f"{devices} GPUs, {longest:,} tokens: {escape(str(reason))}", soft_wrap=True)
+        console.print(f"{devices} GPUs, {longest:,} tokens: {reason}", soft_wrap=True)
     if output is not None:
         _write(results, read, output, title, in_picture=bool(values))
-        console.print(f"written: {escape(str(output))}", soft_wrap=True)
+        console.print(f"written: {output}", soft_wrap=True)
 
 
 def nccl_version(text: str) -> tuple[int, int]:

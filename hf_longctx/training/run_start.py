@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.text import Text
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.utils import logging
@@ -93,7 +94,7 @@ def next_plan(trainer: LongContextTrainer, start: Start, last: int) -> str:
 def announce(trainer: LongContextTrainer, start: Start, last: int, plan: str) -> None:
     """Say what is trained, from where, and what `plan` says of the step that comes next."""
     steps = trainer.training_steps()
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
     if warning := left_by_earlier_run(trainer.args.resume_from_checkpoint, Path(trainer.args.output_dir)):
         logger.warning(warning)
     weights = [(weight.numel(), weight.requires_grad) for weight in trainer.whole_parameters().values()]
@@ -109,10 +110,10 @@ def announce(trainer: LongContextTrainer, start: Start, last: int, plan: str) ->
     if start.folder is not None:
         console.print(
             f"Resuming from {start.folder}: step {start.step:,} of {last:,}, "
-            f"saved on {_ranks(start.ranks)}; now {_ranks(trainer.args.world_size)}",
-            markup=False,
+            f"saved on {_ranks(start.ranks)}; now {_ranks(trainer.args.world_size)}"
         )
-    console.print(f"[bold]{len(steps)} documents[/bold], {steps.steps(0)} optimizer steps an epoch. {plan}".rstrip())
+    rest = f", {steps.steps(0)} optimizer steps an epoch. {plan}".rstrip()
+    console.print(Text.assemble((f"{len(steps)} documents", "bold"), rest))
     if start.step >= last:
         console.print("No step is left to train: the results of this run are missing, and are made now")
 

@@ -274,6 +274,12 @@ def test_a_mistake_that_all_ranks_find_is_said_once(file: Path, tmp_path: Path):
         assert ended.output.count("document 11 has 200 tokens") == 1, ended.output
 
 
+def test_brackets_in_names_are_shown_as_they_are(file, capsys):
+    (file.parent / "run [").mkdir()
+    named = file.rename(file.parent / "run [" / "x].yaml")
+    assert shown(capsys, named, "--dry-run", "--ranks", "2").startswith(f"{named}: 2 process(es)")
+
+
 def test_more_ranks_than_gpus_are_refused(file, capsys, monkeypatch):
     monkeypatch.setattr(ranks, "gpus", lambda: 2)
     text = shown(capsys, file, "training.use_cpu=false", "--ranks", "3", code=2)

@@ -55,6 +55,19 @@ def test_it_shows_what_there_is_and_leaves_a_folder_to_train_on(
     assert refused[0]["reason"].startswith("teaches nothing: ")
 
 
+def test_brackets_and_colons_in_names_are_shown_as_they_are(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "train.jsonl").rename(tmp_path / "train [raw] :x:.jsonl")
+    source = f"data.path={json.dumps(str(tmp_path / 'train [raw] :x:.jsonl'))}"
+    output = tmp_path / "prepared [/out]"
+    arguments = ["prepare", str(config), source, "data.eval_split=null", "data.bad_rows=skip", "--output", str(output)]
+    assert main(arguments) == 0
+    shown = capsys.readouterr().out
+    for part in ("train [raw] :x:.jsonl", f"train: {output / 'train'}", f"What was left out: {output / 'train'}"):
+        assert part in shown, shown
+
+
 def test_bad_rows_end_it_with_their_line(config: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["prepare", str(config)]) == 2
     output = capsys.readouterr().err

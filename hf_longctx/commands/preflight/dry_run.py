@@ -61,6 +61,8 @@ def dry_run(
     Raises:
         ValueError: what training would refuse.
     """
+    from rich.text import Text
+
     from hf_longctx.checkpoint.choice import left_by_earlier_run
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.data.step_plans import UNADJUSTED
@@ -80,11 +82,10 @@ def dry_run(
     if trace:
         refuse_untraceable(run)
     console = screen()
-    console.print(
-        f"[bold]{name}[/bold]: {ranks} process(es), called ranks, on {nodes} node(s), {room.name}. Nothing is started."
-    )
+    size = f"{ranks} process(es), called ranks, on {nodes} node(s), {room.name}"
+    console.print(Text.assemble((name, "bold"), f": {size}. Nothing is started."))
     if config.training.get("use_cpu") and not on_cpu:
-        console.print(f"device    {device}, which is no processor: shown as with {ON_GPUS}", markup=False)
+        console.print(f"device    {device}, which is no processor: shown as with {ON_GPUS}")
         overrides = [*overrides, ON_GPUS]
     _show_model(console, config, run, precision)
     share = round(1000 * run.plugin.activation_offload)
@@ -111,9 +112,9 @@ def dry_run(
     gpu = None if on_cpu else device or _gpu_here().name
     profile = run.plugin.profile or (device if device is not None and device.endswith(".json") else None)
     if profile is not None:
-        console.print(f"speeds    as measured in {profile}", soft_wrap=True, markup=False)
+        console.print(f"speeds    as measured in {profile}", soft_wrap=True)
     elif gpu is not None:
-        console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True, markup=False)
+        console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True)
     run = replace(run, plugin=run.plugin.changed(profile=profile))
     steps, documents = _steps(config, run, topology, lengths, gpu)
     of_epoch = len(steps.epoch(0))
@@ -136,11 +137,11 @@ def dry_run(
     epochs, most = run.arguments.num_train_epochs, run.arguments.max_steps
     short = too_short_for_warmup(run.arguments, most if most > 0 else math.ceil(epochs * of_epoch))
     for warning in filter(None, (short, left_by_earlier_run(asked, Path(output or ".")))):
-        console.print(f"\n{warning}", soft_wrap=True, markup=False)
+        console.print(f"\n{warning}", soft_wrap=True)
     where = "on each node" if nodes > 1 else "with"
-    console.print(f"\nStart it {where}:\n  {command(name, overrides, ranks, nodes)}", markup=False)
+    console.print(f"\nStart it {where}:\n  {command(name, overrides, ranks, nodes)}")
     if nodes > 1:
-        console.print("FIRST_NODE: a name of the first node that the others know", markup=False)
+        console.print("FIRST_NODE: a name of the first node that the others know")
     if not fits:
         raise typer.Exit(1)
 
@@ -152,7 +153,7 @@ def _show_model(console: Console, config: Config, run: Planned, precision: Decis
     if config.model.load_in_4bit:
         console.print("          frozen weights are counted in 2 bytes each; in 4 bits they take a quarter")
     if precision is not None:
-        console.print(f"precision {precision.computes} (bf16: auto; {precision.reason})", soft_wrap=True, markup=False)
+        console.print(f"precision {precision.computes} (bf16: auto; {precision.reason})", soft_wrap=True)
     console.print(f"sharding  {run.world.sharding} ({run.why})")
 
 
@@ -183,15 +184,17 @@ def _show_limits(console: Console, run: Planned, topology: Topology) -> None:
             soft_wrap=True,
         )
     if (positions := positions_of(run.model)) is not None:
-        console.print(f"positions documents of at most {positions}, where the model's positions end", markup=False)
+        console.print(f"positions documents of at most {positions}, where the model's positions end")
 
 
 def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capacity: int, share: int) -> bool:
     """The parts of the fullest rank, and whether they fit; True where they cannot be counted."""
+    from rich.text import Text
+
     from hf_longctx.commands.shared.memory_table import Estimate, memory_table
 
     if run.memory is None:
-        console.print(f"\nMemory is not shown. {run.uncounted}", soft_wrap=True, markup=False)
+        console.print(f"\nMemory is not shown. {run.uncounted}", soft_wrap=True)
         return True
     parts = run.memory.parts(tokens, share)
     peak, usable = sum(parts.values()), int(room.device * (1 - room.reserve))
@@ -210,11 +213,12 @@ def _show_memory(console: Console, run: Planned, room: Room, tokens: int, capaci
     limit = f"{usable / 2**30:.1f} GiB that may be used ({room.name}: {room.device / 2**30:.1f} GiB)"
     arithmetic = f"{peak / 2**30:.1f} of the {limit}"
     if peak <= usable:
-        console.print(f"[green]fits[/green]: {arithmetic}; up to {most:,} tokens on a rank would")
+        console.print(Text.assemble(("fits", "green"), f": {arithmetic}; up to {most:,} tokens on a rank would"))
         return True
     less = "more pipeline_stages, sharding zero1" if staged else "more ranks with sharding zero3"
     way = f"longctx.capacity <= {most}" if most else f"{less}, or model.lora"
-    console.print(f"[red]does not fit[/red]: {arithmetic}. Valid: {way}; `hf-longctx estimate` shows every sharding")
+    advice = f"Valid: {way}; `hf-longctx estimate` shows every sharding"
+    console.print(Text.assemble(("does not fit", "red"), f": {arithmetic}. {advice}"))
     return False
 
 

@@ -70,15 +70,13 @@ def show_trace(
             table.add_row(kind, *(f"{value / 2**30:.2f}" for value in values))
     console.print(table)
     off = checked.peak / check.peak - 1
-    console.print(
-        f"checked   {len(choice.check)} layers were traced too: counted on, they are {off:+.1%} of that", markup=False
-    )
+    console.print(f"checked   {len(choice.check)} layers were traced too: counted on, they are {off:+.1%} of that")
     if run.memory is not None:
-        console.print(beside_memory(config, run, room, layout, rank, whole.peak), soft_wrap=True, markup=False)
-    console.print(messages(whole, rank, ranks_per_node), soft_wrap=True, markup=False)
+        console.print(beside_memory(config, run, room, layout, rank, whole.peak), soft_wrap=True)
+    console.print(messages(whole, rank, ranks_per_node), soft_wrap=True)
     console.print("host      reads no value inside the micro-batch: fake tensors have none")
     took = sum(trace.seconds for trace in (few, *more, check))
-    console.print(f"times     planning {seconds:.2f} s, tracing {took:.0f} s of one core, here", markup=False)
+    console.print(f"times     planning {seconds:.2f} s, tracing {took:.0f} s of one core, here")
 
 
 def beside_memory(config: Config, run: Planned, room: Room, layout: Any, rank: int, peak: int) -> str:

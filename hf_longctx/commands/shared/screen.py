@@ -12,7 +12,11 @@ COLUMNS = 160
 
 
 def screen() -> Console:
-    """A console that never cuts a number: where a terminal is narrower than a table, lines go on below, as long sentences do."""
+    """A console that never cuts a number: where a terminal is narrower than a table, lines go on below, as long sentences do.
+
+    Text is shown as it is, for names of files have brackets and colons in them: a Text or a style makes it bold or coloured.
+    """
     from rich.console import Console
 
-    return Console(highlight=False, soft_wrap=True, width=max(COLUMNS, Console().width))
+    width = max(COLUMNS, Console().width)
+    return Console(highlight=False, markup=False, emoji=False, soft_wrap=True, width=width)

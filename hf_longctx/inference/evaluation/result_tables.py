@@ -5,21 +5,21 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 
 def show(results: Mapping[str, Any], console: Console) -> None:
-    """Prints all that there is."""
+    """Prints all that there is, on a console that shows text as it is."""
     other: Mapping[str, Any] = results.get("against") or {}
     if "loss" in results:
-        console.print(f"Documents: {escape(results['environment']['data'])}", soft_wrap=True)
+        console.print(f"Documents: {results['environment']['data']}", soft_wrap=True)
         summary = (
             f"{results['documents']:,} documents, {results['tokens']:,} tokens predicted: loss {results['loss']:.4f}"
         )
         if "loss" in other:
-            summary += f"; {escape(other['model'])} {other['loss']:.4f}"
-        console.print(f"[bold]{escape(results['model'])}[/bold]: {summary}", soft_wrap=True)
+            summary += f"; {other['model']} {other['loss']:.4f}"
+        console.print(Text.assemble((results["model"], "bold"), f": {summary}"), soft_wrap=True)
     for key, first in (("by_position", "positions"), ("by_length", "documents up to")):
         if results.get(key):
             console.print(_losses(results, key, first))
@@ -27,13 +27,13 @@ def show(results: Mapping[str, Any], console: Console) -> None:
         overall = results["difference"]["overall"]
         console.print(
             f"Difference {overall['difference']:+.4f} nats per token, {_between(overall)} (95 %, paired by document). Below 0: "
-            f"{escape(results['model'])} is better.",
+            f"{results['model']} is better.",
             soft_wrap=True,
         )
     for model_results in (results, other):
         cells = model_results.get("retrieval") or []
         for task in dict.fromkeys(cell["task"] for cell in cells):
-            console.print(f"[bold]{task}[/bold], found by {escape(model_results['model'])}:", soft_wrap=True)
+            console.print(Text.assemble((task, "bold"), f", found by {model_results['model']}:"), soft_wrap=True)
             console.print(_found([cell for cell in cells if cell["task"] == task]))
 
 
