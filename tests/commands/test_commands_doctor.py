@@ -1,6 +1,7 @@
 """`hf-longctx doctor`: what it finds wrong, and what it measures between ranks."""
 
 import ctypes
+import errno
 import math
 import os
 import shutil
@@ -116,6 +117,20 @@ def test_the_driver_is_asked_where_torch_sees_a_gpu(tmp_path, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: load(str(library) if name == "libcuda.so.1" else name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert cuda_driver() == 12020
+
+
+def test_a_cache_whose_parent_cannot_be_entered_is_a_finding(tmp_path, monkeypatch):
+    """The administrator, as whom tests may run, enters any folder."""
+    is_folder = Path.is_dir
+
+    def refused(path: Path) -> bool:
+        if path.is_relative_to(tmp_path / "locked"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_folder(path)
+
+    monkeypatch.setattr(Path, "is_dir", refused)
+    monkeypatch.setenv("HF_LONGCTX_CACHE", str(tmp_path / "locked" / "cache"))
+    assert f"{tmp_path / 'locked' / 'cache'} cannot be written" in oddities(health.disks())
 
 
 def test_a_run_on_gpus_sets_what_nobody_has_set():

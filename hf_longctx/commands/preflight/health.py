@@ -307,9 +307,12 @@ def disks() -> Iterator[Finding]:
         else:
             yield Finding("ok", f"/dev/shm holds {total / GIB:.1f} GiB")
     cache = default_cache_dir()
-    existing_folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
-    free = shutil.disk_usage(existing_folder).free
-    if not os.access(existing_folder, os.W_OK):
+    try:
+        existing_folder = next(folder for folder in (cache, *cache.parents) if folder.is_dir())
+        free, writable = shutil.disk_usage(existing_folder).free, os.access(existing_folder, os.W_OK)
+    except OSError:  # a folder above it cannot be entered
+        free, writable = 0, False
+    if not writable:
         yield Finding("problem", f"{cache} cannot be written", "export HF_LONGCTX_CACHE=/a/folder/of/yours")
     elif free < CACHE:
         yield Finding(
