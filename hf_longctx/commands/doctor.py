@@ -85,10 +85,10 @@ def _links(ranks: int | None, cpu: bool) -> list[Finding]:
     """Return what was measured between the launcher's ranks, or between new ones."""
     from hf_longctx.commands.preflight.health import Finding
     from hf_longctx.commands.preflight.links import judged, measure, read_links
-    from hf_longctx.commands.shared.ranks import gpus, is_first, launched, on_ranks
+    from hf_longctx.commands.shared.ranks import gpus, has_launcher, is_first, on_ranks
 
     wanted = int(os.environ["WORLD_SIZE"]) if _several() else ranks or (2 if cpu else gpus())
-    if wanted == 1 or launched() != _several():
+    if wanted == 1 or has_launcher() != _several():
         return [Finding("note", "not measured: one process alone sends to nobody")]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "links.json"

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from hf_longctx.commands.shared.ranks import cores, gpus, on_cpu, refuse_too_many, start_ranks
+from hf_longctx.commands.shared.ranks import cores, gpus, has_launcher, on_cpu, refuse_too_many, start_ranks
 from hf_longctx.commands.shared.tokens import token_count
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def profile(
 
     refuse_no_file(output, f"--output {output}")
     cpu = cpu or on_cpu()
-    launched = int(os.environ.get("WORLD_SIZE", "1")) > 1
+    launched = has_launcher()
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) if launched else ranks
     threads = (
         threads or (int(os.environ.get("OMP_NUM_THREADS", "0")) if launched else 0) or max(1, cores() // local_ranks)

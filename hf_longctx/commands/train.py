@@ -46,10 +46,10 @@ def train(
 
     Example: hf-longctx train configs/tiny.yaml --ranks 2
     """
-    from hf_longctx.commands.preflight.launching import end_with_launcher, has_launcher, one_voice, start_program
+    from hf_longctx.commands.preflight.launching import end_with_launcher, one_voice, start_program
     from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.commands.shared.outputs import refuse_unwritable
-    from hf_longctx.commands.shared.ranks import gpus
+    from hf_longctx.commands.shared.ranks import gpus, has_launcher
     from hf_longctx.config import load_config
 
     given = list(overrides or [])
@@ -120,8 +120,7 @@ def _train(chosen: Config) -> None:
 
 def _refuse_ranks(ranks: int | None, on_cpu: bool) -> None:
     """Raises ValueError for a number of ranks that there cannot be here."""
-    from hf_longctx.commands.preflight.launching import has_launcher
-    from hf_longctx.commands.shared.ranks import gpus, refuse_too_many
+    from hf_longctx.commands.shared.ranks import gpus, has_launcher, refuse_too_many
 
     if ranks is None:
         return

@@ -305,6 +305,30 @@ def test_the_first_rank_that_fails_speaks_before_ranks_have_met(monkeypatch: Any
     assert len(waited) == 1
 
 
+@pytest.mark.parametrize(
+    ("variables", "started"),
+    [
+        ({}, 8),
+        ({"WORLD_SIZE": "1", "RANK": "0"}, 8),  # a cluster's, which counts machines
+        ({"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}, 0),
+        ({"WORLD_SIZE": "2", "RANK": "1"}, 0),
+    ],
+)
+def test_no_ranks_are_started_under_a_launcher_be_it_of_one(variables, started, monkeypatch):
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    counts: list[int] = []
+    monkeypatch.setattr(ranks, "gpus", lambda: 8)
+    monkeypatch.setattr(ranks, "on_cpu", lambda: False)
+    monkeypatch.setattr(ranks, "_joined", lambda *_: counts.append(0))
+    monkeypatch.setattr(ranks, "start_ranks", lambda *given: counts.append(given[-1]))
+    ranks.on_ranks(print, ranks=None, cpu=False)
+    assert counts == [started]
+    assert ranks.has_launcher() == (not started)
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize("alone", [False, True], ids=["after ranks have met", "before"])
 def test_an_error_of_one_rank_ends_all_and_only_it_speaks(alone: bool, tmp_path: Path):

@@ -39,11 +39,6 @@ PORT = 29500
 """The port in commands that are shown, at which the processes of several machines meet."""
 
 
-def has_launcher() -> bool:
-    """Whether torchrun or accelerate launch has started this process, be it as the only rank."""
-    return "WORLD_SIZE" in os.environ
-
-
 def command(config: str, overrides: Sequence[str], ranks: int, nodes: int) -> str:
     """Return what starts a run, on each of its machines the same."""
     arguments = shlex.join(["train", config, *overrides])

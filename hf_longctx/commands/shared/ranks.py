@@ -55,6 +55,12 @@ def launched() -> bool:
     return int(os.environ.get("WORLD_SIZE", "1")) > 1
 
 
+def has_launcher() -> bool:
+    """Whether torchrun or accelerate's launcher of several processes has started this one, be it as the only rank. WORLD_SIZE=1
+    alone is no sign of it: clusters set that too, for a machine where ranks are still to be started."""
+    return launched() or {"WORLD_SIZE", "LOCAL_RANK"} <= os.environ.keys()
+
+
 def on_cpu() -> bool:
     """Say whether ranks compute on CPUs, as accelerate's launcher says it, or for want of a GPU."""
     return os.environ.get("ACCELERATE_USE_CPU", "false").lower() in ("true", "1") or not gpus()
@@ -100,7 +106,7 @@ def on_ranks(function: Callable[..., None], *arguments: Any, ranks: int | None, 
         ValueError: more ranks than GPUs, or what `function` raised of that kind.
     """
     cpu = cpu or on_cpu()
-    if launched():
+    if has_launcher():
         _joined(function, arguments, cpu)
         return
     count = ranks or (1 if cpu else gpus())
