@@ -24,6 +24,8 @@ mapfile -t machines < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 ranks=${RANKS:-${SLURM_GPUS_ON_NODE:-1}}
 port=${PORT:-$((20000 + SLURM_JOB_ID % 20000))} # two jobs on one machine do not meet
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+# Since 22.05 srun does not take over what sbatch was told, and would bind a launcher and all its ranks to one processor.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK"
 
 code=0
 srun --kill-on-bad-exit=1 torchrun \

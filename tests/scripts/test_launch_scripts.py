@@ -54,10 +54,17 @@ def test_slurm_starts_a_launcher_on_each_machine_and_queues_again_what_failed(
     code: str, fails_before: str, restarts: str, requeued: bool, tmp_path: Path
 ):
     job = {"SLURM_JOB_ID": "25001", "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2"}
-    machine = {"SLURM_GPUS_ON_NODE": "8", "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_RESTART_COUNT": restarts}
+    machine = {
+        "SLURM_GPUS_ON_NODE": "8",
+        "SLURM_CPUS_PER_TASK": "64",
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_RESTART_COUNT": restarts,
+    }
     how = {"TORCHRUN_CODE": code, "FAILS_BEFORE": fails_before}
     calls = called("slurm", "configs/tiny.yaml", "longctx.sharding=zero3", folder=tmp_path, **job, **machine, **how)
     assert calls.code == int(code)
+    [(_, _, given)] = [call for call in calls if call[0] == "srun"]
+    assert given["SRUN_CPUS_PER_TASK"] == "64", "srun takes none of sbatch's options"
     [(_, arguments, _)] = [call for call in calls if call[0] == "torchrun"]
     started = launched(arguments)
     assert (started.nnodes, started.nproc_per_node, started.rdzv_id) == ("2", "8", "25001")
