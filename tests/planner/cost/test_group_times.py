@@ -40,7 +40,7 @@ def test_a_group_of_many_ranks_takes_about_as_long_by_what_they_are_like(seed: i
     context = placement_context(Topology(ranks, 8192, speed=speed, memory=memory), COST)
     assert 1 < len(context.kind_speeds) <= 32
     assert context.kinds_before[-1].sum() == ranks
-    tolerance = 0.01 if memories == 1 else 0.03  # a third of the speeds for each
+    tolerance = 0.015 if memories == 1 else 0.04  # a third of the speeds for each
     for size in (20, 64, 130, ranks):
         first = int(rng.integers(ranks - size + 1))
         length = int(rng.integers(0.3 * context.before[size], context.before[first + size] - context.before[first] + 1))
