@@ -5,6 +5,8 @@ Interpreted or compiled (planner/compiled.py); integers only. Nothing is sent.
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -13,7 +15,7 @@ from hf_longctx.planner.compiled import borrowing, by_address, compiled, inlined
 from hf_longctx.planner.cost.cost_model import CostModel, work_of
 from hf_longctx.planner.placing.rank_shares import TWO_TOKENS, least_slowest_share, slowest_of_kinds, slowest_share
 from hf_longctx.planner.stages.causal_chunks import best_chunks, counted
-from hf_longctx.planner.topology import Topology
+from hf_longctx.planner.topology import FULL, Topology
 
 SMALLEST_CHUNK = 32
 """Chunks hold a 32nd of a rank's tokens or more: matrix products of few tokens are slow, which a cost model does not know."""
@@ -123,12 +125,11 @@ def _kinds(topology: Topology) -> tuple[np.ndarray, np.ndarray]:
     speeds, levels = topology.speeds, SPEEDS // len(capacities)
     if levels < 2:
         return kinds[:, :0], kind
-    slowest = int(speeds.min())
-    level = (speeds - slowest) // -(-(int(speeds.max()) - slowest + 1) // levels)
-    levels_of_kinds, kind, count = np.unique(capacity * levels + level, return_inverse=True, return_counts=True)
+    level = np.searchsorted(_levels(int(speeds.min()), int(speeds.max()), levels), speeds, side="right")
+    levels_of_kinds, kind, count = np.unique(capacity * (levels + 1) + level, return_inverse=True, return_counts=True)
     summed = np.zeros(len(count), np.int64)
     np.add.at(summed, kind, speeds)
-    return np.stack([(summed + count // 2) // count, capacities[levels_of_kinds // levels]]), kind
+    return np.stack([(summed + count // 2) // count, capacities[levels_of_kinds // (levels + 1)]]), kind
 
 
 @borrowing
@@ -162,6 +163,21 @@ def adjacent_time(length: int, first: int, size: int, context: PlacementContext)
     if time >= 0:
         return time
     return time_on(length, context.speeds[first:end], context.capacities[first:end], context)
+
+
+@lru_cache
+def _levels(slowest: int, fastest: int, most: int) -> tuple[int, ...]:
+    """Return speeds at which levels begin, at most so many, each about as many times as fast as the one before. Integers decide,
+    which are the same on all machines."""
+
+    def begins(more: int) -> list[int]:
+        speeds = [slowest]
+        while speeds[-1] <= fastest and len(speeds) <= most:
+            speeds.append(max(speeds[-1] + 1, speeds[-1] * (FULL + more) // FULL))
+        return speeds
+
+    more = bisect_left(range(fastest * FULL), True, key=lambda more: begins(more)[-1] > fastest)
+    return tuple(begins(more)[:-1])
 
 
 @inlined
