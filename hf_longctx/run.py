@@ -126,6 +126,9 @@ def _train(trainer: LongContextTrainer, console: Console | None, watching: Watch
     if trainer.run_state.skipped_steps:
         results["skipped_steps"] = trainer.run_state.skipped_steps
     if trainer.eval_dataset is not None:
+        if trainer.args.save_strategy == "no":  # whatever becomes of the evaluation, what was trained is there
+            with doing("saving the model", console):
+                trainer.save_model(_internal_call=True)
         with doing("evaluating after training", console):
             results["eval_loss_after"] = trainer.evaluate()["eval_loss"]
     trainer.save_state()

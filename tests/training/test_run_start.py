@@ -64,6 +64,20 @@ def test_a_finished_run_leaves_its_files_alone_and_says_so(file, capsys):
     assert contents(file.parent / "out") == before
 
 
+def test_an_evaluation_that_fails_after_training_loses_no_model(file, monkeypatch):
+    evaluate = LongContextTrainer.evaluate
+
+    def failing(trainer: LongContextTrainer, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if trainer.state.global_step:
+            raise RuntimeError("no memory for this evaluation")
+        return evaluate(trainer, *args, **kwargs)
+
+    monkeypatch.setattr(LongContextTrainer, "evaluate", failing)
+    with pytest.raises(RuntimeError, match=r"no memory for this evaluation"):
+        once(file, "training.save_strategy=no")
+    assert (file.parent / "out" / "model.safetensors").exists()
+
+
 def test_a_run_that_has_all_its_steps_makes_the_results_that_are_missing(file, capsys):
     once(file)
     whole, out = results(file), file.parent / "out"
