@@ -74,9 +74,8 @@ class LiveView(TrainerCallback):
         self._progress = ("training", state.global_step, state.max_steps)
         if self._console.is_terminal:
             self._live = Live(self, console=self._console, refresh_per_second=4, transient=True)
-            atexit.register(
-                self.stop
-            )  # Trainer tells nobody of an error, and a terminal would be left without a cursor
+            # Trainer tells nobody of an error, and a terminal would be left without a cursor.
+            atexit.register(self.stop)
             self._live.start()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
