@@ -28,6 +28,7 @@ from hf_longctx.models.adapters.peft_adapters import add_lora, four_bit_weights,
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.models.stages import adopt_stages, loaded_stages, loading_stages
 from hf_longctx.models.wrappers import language_model_of
+from hf_longctx.parallel.reduction import meet
 from hf_longctx.precision import AUTO, Decision, with_precision
 from hf_longctx.report.training_runs.live_view import doing, preparing, show_live
 from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
@@ -107,7 +108,7 @@ def _train(trainer: LongContextTrainer, console: Console | None, watching: Watch
         if trainer.is_world_process_zero():
             say_done(trainer, start, last)
         watching.stop()
-        trainer.accelerator.wait_for_everyone()
+        meet(trainer.args.device)
         return
     if trainer.eval_dataset is not None:  # what cannot be evaluated afterwards is refused before any step
         trainer.get_eval_dataloader()
@@ -144,7 +145,7 @@ def _train(trainer: LongContextTrainer, console: Console | None, watching: Watch
         trainer.create_model_card()
     if trainer.is_world_process_zero():
         write_results(output, results | {FINISHED: trainer.state.global_step})
-    trainer.accelerator.wait_for_everyone()  # ranks leave together, however long rank 0 takes to save
+    meet(trainer.args.device)  # ranks leave together, however long rank 0 takes to save
 
 
 def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPlugin, watching: Watchdog) -> Any:

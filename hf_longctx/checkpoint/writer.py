@@ -202,8 +202,9 @@ class CheckpointWriter:
 
     def _copy(self, sources: _Share, copies: _Share, ready: dict[torch.device, Any]) -> None:
         """Copies to host memory; on CUDA beside the device's other work. A thread begins on the first device, whichever is
-        the rank's: so each copy says on which stream it runs."""
+        the rank's, and a stream that ends would go back to that one, and leave half a GiB of this process there."""
         for device in ready:
+            torch.cuda.set_device(device)
             if device not in self._streams:
                 self._streams[device] = torch.cuda.Stream(device)
         streams = self._streams

@@ -11,7 +11,7 @@ the default group's patience ends, whichever is shorter: the plugin's stall_time
 import math
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -218,9 +218,55 @@ def _buckets(gradients: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield bucket
 
 
+def meet(device: torch.device) -> None:
+    """Wait for all ranks. accelerate's way takes a process's number on its machine for that of its device, which it is not where
+    each process sees one device alone."""
+    if dist.is_initialized():
+        dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return what this rank holds of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def clip_gradients(
+    parameters: Iterable[torch.nn.Parameter],
+    maximum: float,
+    copies: int,
+    device: torch.device,
+    elsewhere: Collection[int] = (),
+) -> torch.Tensor:
+    """Return the norm of the gradients of the whole model, float32 on `device`, and clip them to `maximum` in place. Collective.
+
+    Gradients may wait in host memory, whose tensors NCCL does not take: one number of each process travels, from `device`.
+
+    Args:
+        copies: processes that hold the same parameters, whole or each a part.
+        elsewhere: ids of parameters that other processes count.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    gradients = []
+    for parameter in parameters:
+        if parameter.grad is None:
+            continue
+        local, holders = local_part(parameter.grad), copies
+        if isinstance(parameter.grad, DTensor):
+            for dimension, placement in enumerate(parameter.grad.placements):
+                if not placement.is_replicate():  # packed projections are in parts that is_shard() does not know
+                    holders //= parameter.grad.device_mesh.size(dimension)
+        gradients.append(local)
+        if id(parameter) not in elsewhere:
+            norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
+            squares += norm.double().square().to(device) / holders
+    if dist.is_initialized():
+        dist.all_reduce(squares)
+    norm = squares.sqrt()
+    factor = float((maximum / (norm + 1e-6)).clamp(max=1.0))
+    if factor < 1:
+        for local in gradients:
+            local.mul_(factor)
+    return norm.float()
 
 
 def all_finite(parameters: Iterable[torch.nn.Parameter], device: torch.device) -> bool:

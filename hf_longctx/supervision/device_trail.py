@@ -13,6 +13,7 @@ Not reached: it still computes what is before. Events are used again. 2 microsec
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,6 +55,7 @@ class DeviceTrail:
 
     def __init__(self, event: Callable[[], Event] | None = None) -> None:
         self._event, self._spare = event or torch.cuda.Event, deque[Event](maxlen=2 * MOST)
+        self._device = torch.cuda.current_device() if event is None else None
         self._waits = deque[Wait](maxlen=MOST)
         self._looking = threading.Lock()
 
@@ -71,9 +73,13 @@ class DeviceTrail:
 
     def look(self) -> tuple[int, Wait | None]:
         """Count the waits that the device has passed since the last look, and give the first that it has not; None: it has passed
-        all."""
+        all, or an error of the device, which the thread that computes will raise, keeps it from telling."""
         passed = 0
-        with self._looking:
+        if (
+            self._device is not None
+        ):  # a thread begins on the first device, and would leave memory of this process there
+            torch.cuda.set_device(self._device)
+        with self._looking, suppress(RuntimeError):
             while self._waits:
                 first = self._waits[0]
                 if not first.came.query():

@@ -20,6 +20,7 @@ from hf_longctx.models.attention import is_patched
 from hf_longctx.models.documents import documents_of
 from hf_longctx.models.patch import attention_layers
 from hf_longctx.models.wrappers import language_model_of
+from hf_longctx.parallel.reduction import meet
 from hf_longctx.parallel.sharding import (
     arranged,
     enable_fsdp,
@@ -81,7 +82,7 @@ def arrange(trainer: Any) -> None:
     # What other ranks do before this moment takes as long as it takes; from here on all of them set up.
     progress.begin("waiting for all ranks to make their trainers", collective=True, unbounded=True)
     refuse_cpu_ranks_that_see_gpus(accelerator)
-    accelerator.wait_for_everyone()
+    meet(args.device)
     progress.begin("making process groups")
     if args.device.type == "cpu":
         trainer.cpu = from_first_rank(cpu_kind)

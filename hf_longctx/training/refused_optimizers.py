@@ -88,6 +88,13 @@ def optimizer_of_plugin(request: Request, plugin: LongContextPlugin) -> Iterator
             "True with optim='muon', which gathers matrices on devices, and they would wait in host memory; valid: False, or "
             "another optim",
         )
+    half = args.fp16 or getattr(args, "mixed_precision", None) == "fp16"  # the second also by `accelerate launch`
+    if half and plugin.host_offload and not request.on_cpu:
+        yield (
+            "host_offload",
+            "True with fp16=True, whose scaler asks all GPUs for gradients that are not finite, and they lie in host memory; "
+            "valid: bf16=True",
+        )
     if ratio is None:
         return
     if model is not None and not any(

@@ -238,6 +238,8 @@ def test_every_save_copies_on_one_stream_of_its_own(monkeypatch):
         def synchronize(self) -> None:
             self.ended += 1
 
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
     monkeypatch.setattr(torch.cuda, "Stream", Stream)
     writer = CheckpointWriter(Ranks())
     for number in range(40):
@@ -247,5 +249,6 @@ def test_every_save_copies_on_one_stream_of_its_own(monkeypatch):
         assert copies.weights["weight"][Box((0,), (2,))].tolist() == [number, number]
     [(device, stream)] = made
     assert device == torch.device("cuda", 1)
+    assert current == 40 * [device], "a stream's end goes back to the thread's device, and makes a context there"
     assert stream.waited == [f"save {number}" for number in range(40)]
     assert stream.ended == 40

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -142,3 +143,22 @@ def test_events_are_used_again():
         stream.ran = stream.recorded
         position(watchdog)
     assert stream.made == 2
+
+
+def test_an_error_of_the_device_ends_no_thread_that_looks(monkeypatch: pytest.MonkeyPatch):
+    """The thread that computes raises it; these still end a run that stands still. They look from the rank's own device."""
+
+    class Broken:
+        def record(self) -> None: ...
+
+        def query(self) -> bool:
+            raise RuntimeError("an illegal memory access was encountered")
+
+    current: list[int] = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    monkeypatch.setattr(torch.cuda, "Event", Broken)
+    trail = DeviceTrail()
+    trail.end(trail.begin([1], 0, False))
+    assert trail.look() == (0, None)
+    assert current == [3]

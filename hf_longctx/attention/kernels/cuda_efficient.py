@@ -34,6 +34,10 @@ from hf_longctx.layouts.blocks import Block, Mask
 
 ALIGNMENT = 32
 """Numbers to which a row of the log-sum-exp is padded."""
+LARGEST_OFFSET = 2**31
+"""Elements behind a sequence's first key that forward no longer finds (kernel_forward.h: iter_key_start * k_strideM). Queries,
+results, and all of backward are found in 64 bits."""
+ALL = slice(None)
 NO_MASK, CAUSAL_FROM_TOP_LEFT = 0, 1
 """torch's sdp::CustomMaskType."""
 
@@ -48,6 +52,8 @@ class CudaEfficient(VarlenKernel):
     def unavailable(self, capability: tuple[int, int]) -> str | None:
         if capability < (8, 0):
             return f"needs compute capability 8.0 or later, this GPU has {capability[0]}.{capability[1]}"
+        if capability >= (10, 0) and torch_version() < (2, 12):
+            return "torch 2.11 has no such kernels for compute capability 10.0 and later; torch 2.12 has"
         return None
 
     def max_head_dim(self, capability: tuple[int, int], head_dim: int) -> int:
@@ -69,18 +75,25 @@ class CudaEfficient(VarlenKernel):
         q, k, v, sequences, scale, _, _ = call
         reverse = sequences.mask is Mask.ANTICAUSAL
         queries, keys = (_reversed(rows) if reverse else rows for rows in (sequences.queries, sequences.keys))
-        out, padded, *_ = torch.ops.aten._efficient_attention_forward(
-            *(_operand(x, q.shape[1], reverse) for x in (q, k, v)),
-            None,
-            queries.cu_seqlens,
-            keys.cu_seqlens,
-            queries.longest,
-            keys.longest,
-            0.0,
-            NO_MASK if sequences.mask is Mask.FULL else CAUSAL_FROM_TOP_LEFT,
-            True,
-            scale=scale,
-        )
+        heads = most_heads(keys.longest, max(k.shape[2], v.shape[2]), q.shape[1])
+        parts = []
+        for first in range(0, q.shape[1], heads):
+            some = slice(first, first + heads)
+            parts.append(
+                torch.ops.aten._efficient_attention_forward(
+                    *(_operand(x, q.shape[1], reverse, some) for x in (q, k, v)),
+                    None,
+                    queries.cu_seqlens,
+                    keys.cu_seqlens,
+                    queries.longest,
+                    keys.longest,
+                    0.0,
+                    NO_MASK if sequences.mask is Mask.FULL else CAUSAL_FROM_TOP_LEFT,
+                    True,
+                    scale=scale,
+                )[:2]
+            )
+        out, padded = parts[0] if len(parts) == 1 else (torch.cat(part, dim) for part, dim in zip(zip(*parts), (2, 1)))
         sequence, position = _places(queries)
         lse = padded[sequence, :, position].t()
         return (out[0].flip(0), lse.flip(1)) if reverse else (out[0], lse)
@@ -126,11 +139,37 @@ def _keys(block: Block) -> int:
     return block.k_stop - block.k_start
 
 
-def _operand(x: torch.Tensor, heads: int, reverse: bool) -> torch.Tensor:
-    """[T, H, D] -> [1, T, heads, D], contiguous, with heads repeated to that many, and rows reversed."""
-    if x.shape[1] != heads:
-        x = x.repeat_interleave(heads // x.shape[1], 1)
-    return (x.flip(0) if reverse else x).contiguous().unsqueeze(0)
+def most_heads(keys: int, head_dim: int, heads: int) -> int:
+    """Return of how many of its heads a call of so many keys a sequence may be: forward finds a key at its number times the
+    elements of a row, in 32 bits.
+
+    Raises:
+        ValueError: not even one head fits.
+    """
+    most = min((LARGEST_OFFSET - 1) // (keys * head_dim), heads)
+    if most < 1:
+        raise ValueError(
+            f"{keys} keys of dimension {head_dim} are {keys * head_dim} elements, and memory-efficient attention finds at most "
+            f"{LARGEST_OFFSET - 1}; valid: documents on more ranks, or kernel 'tiled'"
+        )
+    return most
+
+
+def torch_version() -> tuple[int, int]:
+    """Return torch's major and minor version."""
+    major, minor, *_ = torch.__version__.split(".")
+    return int(major), int(minor)
+
+
+def _operand(x: torch.Tensor, heads: int, reverse: bool, some: slice = ALL) -> torch.Tensor:
+    """[T, H, D] -> [1, T, heads of `some`, D], contiguous, with heads repeated to `heads`, and rows reversed."""
+    first, stop, _ = some.indices(heads)
+    times = heads // x.shape[1]
+    own = x[:, first // times : (stop - 1) // times + 1]
+    if times > 1:
+        before = first // times * times
+        own = own.repeat_interleave(times, 1)[:, first - before : stop - before]
+    return (own.flip(0) if reverse else own).contiguous().unsqueeze(0)
 
 
 def _summed(gradient: torch.Tensor, kv_heads: int) -> torch.Tensor:

@@ -184,7 +184,9 @@ def _joined(function: Callable[..., None], arguments: Sequence[Any], cpu: bool) 
 
     from hf_longctx.attention.exchange import Exchange
 
-    device = torch.device("cpu" if cpu else f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+    # A launcher may show each process one GPU alone.
+    number = 0 if cpu else int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
+    device = torch.device("cpu" if cpu else f"cuda:{number}")
     if cpu:
         torch.set_num_threads(_threads())
     else:

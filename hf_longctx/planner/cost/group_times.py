@@ -23,7 +23,7 @@ SMALLEST_CHUNK = 32
 
 SPEEDS = 32
 """Speeds that ranks of more than MOST_KINDS kinds are counted as while they are placed, in groups of more than twice as many. Of
-282 drawn steps on unequal ranks, 32 were planned otherwise than by the speed of each rank, and ended 0.35 % later at worst;
+282 drawn steps on unequal ranks, 30 were planned otherwise than by the speed of each rank, and ended 0.27 % later at worst;
 those of groups of hundreds of ranks were planned in a fifth to a half of the time."""
 SHORT, FEW_RANKS = 2**44, 2**18
 """Nanoseconds and ranks whose product 64-bit integers hold."""

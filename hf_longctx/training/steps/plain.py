@@ -4,13 +4,14 @@ import itertools
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import CPUOffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.data.collator import RankStep
 from hf_longctx.models.loss.balance import has_field
 from hf_longctx.models.stages import refuse_other_cut
-from hf_longctx.parallel.reduction import sum_step
+from hf_longctx.parallel.reduction import clip_gradients, sum_step
 from hf_longctx.parallel.sharding import begin_alike, name_layers, refuse_mixed_dtypes
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.supervision.progress import Progress
@@ -35,7 +36,9 @@ class PlainSteps:
     def __init__(
         self, processes: int, exchange: Exchange | None, device: torch.device, offload: float, progress: Progress
     ) -> None:
-        self._several = processes > 1
+        self._processes, self._several = processes, processes > 1
+        self._in_host_memory = False
+        """whether gradients wait there, which torch would sum over NCCL"""
         self._exchange, self._device, self._offload, self._progress = exchange, device, offload, progress
 
     @property
@@ -59,6 +62,7 @@ class PlainSteps:
     def shard(self, model: Any, fsdp_plugin: Any) -> None:
         """Leave it to accelerate, which is told the layers that are there. It takes parts of each rank's own weights, which are
         made alike first, unless it loads them from rank 0 itself."""
+        self._in_host_memory = isinstance(fsdp_plugin.cpu_offload, CPUOffloadPolicy)
         if not fsdp_plugin.cpu_ram_efficient_loading:
             self.begin_alike(model)
         name_layers(model, fsdp_plugin)
@@ -90,8 +94,10 @@ class PlainSteps:
         # What is in parts, FSDP2 has summed; the rest is the same on all ranks, adapters on a model in parts among it.
         return sum_step([parameter for parameter in trained if not isinstance(parameter, DTensor)], statistics)
 
-    def gradient_norm(self, model: Any, maximum: float) -> None:
-        return None
+    def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor | None:
+        if not self._in_host_memory:
+            return None
+        return clip_gradients(model.parameters(), maximum, self._processes, self._device)
 
     def describe(self) -> dict[str, float]:
         return {}

@@ -23,7 +23,7 @@ from hf_longctx.data.collator import RankStep
 from hf_longctx.models.loss.balance import asks_for_balance, balance_settings
 from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residual_dtype
 from hf_longctx.models.wrappers import language_model_of
-from hf_longctx.parallel.reduction import local_part, sum_gradients, sum_step
+from hf_longctx.parallel.reduction import clip_gradients, local_part, sum_gradients, sum_step
 from hf_longctx.parallel.sharding import begin_alike, shard_over
 from hf_longctx.parallel.stage_links import Links
 from hf_longctx.parallel.world import World
@@ -214,7 +214,7 @@ class StagedSteps:
             if isinstance(weight, DTensor) and isinstance(gradient, DTensor):
                 # The first stage looks it up and has its gradient whole, the last in parts.
                 weight.grad = gradient = gradient.redistribute(placements=weight.placements)
-            mine = local_part(gradient).contiguous()
+            mine = local_part(gradient).contiguous().to(self._links.torch_device)  # it may wait in host memory
             first, *_, last = next(line for line in self._world.pipelines if dist.get_rank() in line)
             other = last if self._place == 0 else first
             theirs = torch.empty_like(mine)
@@ -224,32 +224,13 @@ class StagedSteps:
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            local_part(gradient).add_(theirs)
+            local_part(gradient).add_(theirs.to(gradient.device))
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor:
         """Return the norm of the gradients of the whole model, and clip them to `maximum` in place."""
         tied = {id(weight) for weight in self._tied(model)} if self._place else set()
-        squares = torch.zeros((), dtype=torch.float64, device=self._links.torch_device)
-        gradients = []
-        for parameter in model.parameters():
-            if parameter.grad is None:
-                continue
-            local, copies = local_part(parameter.grad), self._world.processes_of_stage
-            if isinstance(parameter.grad, DTensor):
-                for dimension, placement in enumerate(parameter.grad.placements):
-                    if not placement.is_replicate():  # packed projections are in parts that is_shard() does not know
-                        copies //= parameter.grad.device_mesh.size(dimension)
-            gradients.append(local)
-            if id(parameter) not in tied:
-                norm = torch.linalg.vector_norm(local, dtype=torch.promote_types(local.dtype, torch.float32))
-                squares += norm.double().square().to(squares.device) / copies
-        dist.all_reduce(squares)
-        norm = squares.sqrt()
-        factor = float((maximum / (norm + 1e-6)).clamp(max=1.0))
-        if factor < 1:
-            for local in gradients:
-                local.mul_(factor)
-        return norm.float()
+        copies, device = self._world.processes_of_stage, self._links.torch_device
+        return clip_gradients(model.parameters(), maximum, copies, device, elsewhere=tied)
 
 
 def _router_coefficient(model: Any) -> float:

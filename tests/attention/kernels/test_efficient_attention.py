@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from hf_longctx.attention.kernels import cuda_efficient
 from hf_longctx.attention.kernels.cuda_efficient import CudaEfficient
 from hf_longctx.layouts.blocks import Block, Mask
 from tests.attention.kernels.any_blocks import HEAD_DIM, SLOPES, Call, assert_equals_reference, calls
@@ -27,6 +28,26 @@ def test_efficient_attention_equals_the_reference(slopes: torch.Tensor | None, v
         assert_equals_reference(
             CudaEfficient(), (100, 180, [causal, edge]), slopes, torch.bfloat16, value_dim=value_dim
         )
+
+
+def test_calls_whose_keys_lie_farther_than_32_bits_count_are_of_some_heads(monkeypatch: pytest.MonkeyPatch):
+    """131,072 keys of 32 heads of 512 are 2^31 elements."""
+    assert cuda_efficient.most_heads(131_072, 512, 32) == 31
+    assert cuda_efficient.most_heads(131_071, 512, 32) == 32
+    with pytest.raises(ValueError, match=r"4194304 keys of dimension 512 are 2147483648 elements, .*on more ranks"):
+        cuda_efficient.most_heads(2**22, 512, 8)
+    blocks = [Block(0, 40, 0, 40, Mask.CAUSAL), Block(40, 60, 40, 60, Mask.ANTICAUSAL)]
+    for heads in (1, 2, 3, 4):
+        monkeypatch.setattr(cuda_efficient, "LARGEST_OFFSET", 40 * HEAD_DIM * heads + 1)
+        with EfficientAttention():
+            assert_equals_reference(CudaEfficient(), (60, 60, blocks), None)
+
+
+def test_torch_2_11_has_no_kernels_for_blackwell(monkeypatch: pytest.MonkeyPatch):
+    for version, refused in (("2.11.0+cu130", True), ("2.12.0", False), ("2.13.0+cpu", False)):
+        monkeypatch.setattr(torch, "__version__", version)
+        assert (CudaEfficient().unavailable((10, 0)) is not None) == refused
+        assert CudaEfficient().unavailable((9, 0)) is None
 
 
 def test_efficient_attention_pads_at_most_twice_the_rows():

@@ -32,8 +32,8 @@ def test_unequal_ranks_end_in_time_where_their_slowest_does(data: st.DataObject)
 
 
 @given(st.integers(0, 2**32), st.integers(100, 990), st.sampled_from([1, 3]))
+def test_a_group_of_many_ranks_takes_about_as_long_by_what_they_are_like(seed: int, slowest: int, memories: int):
     """Exactly as long, where it has at most twice as many ranks as there are kinds."""
-    """Of ranks up to twice as many as there are kinds, exactly as long."""
     rng, ranks = np.random.default_rng(seed), 300
     speed = tuple(rng.integers(slowest, 1001, ranks).tolist())
     memory = tuple(rng.choice([1000, 900, 700][:memories], ranks).tolist())
