@@ -49,6 +49,8 @@ PICKLES = (
     "checkpoints hold tensors and JSON, and no pickle",
     *("_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler"),
 )
+SAVING = ("save_model", "_save")
+"""Ways of Trainer to save a model, by which it saves those of checkpoints too."""
 NEVER_CALLED = {name: reason for reason, *names in (OBJECTIVE, ORDER, INPUTS, PICKLES) for name in names}
 """Hooks of Trainer without a place in planned steps, and why."""
 ON_LOGITS = ("compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")
@@ -266,7 +268,7 @@ def refuse_other_objective(cls: type) -> None:
     own = [base for base in cls.__mro__ if base.__module__.split(".")[0] == PACKAGE]
     last = max(cls.__mro__.index(base) for base in own if base is not cls)
     for place, base in enumerate(cls.__mro__):
-        if (base in own and base is not cls) or f"{base.__module__.split('.')[0]}.{base.__name__}" in SAME_OBJECTIVE:
+        if (base in own and base is not cls) or _name(base) in SAME_OBJECTIVE:
             continue
         for name in (*NEVER_CALLED, *(HIDDEN if place > last else ())):
             if name not in vars(base):
@@ -288,6 +290,24 @@ def refuse_other_objective(cls: type) -> None:
 def refuse_hooks_on_logits(trainer: Any) -> None:
     """Raise ValueError for functions over logits that a trainer has, given by position, or set since it was made."""
     refuse_arguments({name: getattr(trainer, name, None) for name in ON_LOGITS})
+
+
+def say_unused_saves(trainer: Any) -> None:
+    """Say on the first rank which ways of saving of a class of one's own checkpoints do not call: what they add is in the model
+    that is saved at the end, and in no checkpoint."""
+    args, classes = trainer.args, type(trainer).__mro__
+    known = {base for base in classes if base.__module__.split(".")[0] == PACKAGE or _name(base) in SAME_OBJECTIVE}
+    own = [f"{base.__name__}.{name}" for base in classes if base not in known for name in SAVING if name in vars(base)]
+    if own and args.save_strategy != "no" and args.process_index == 0:
+        logger.warning(
+            f"not called for checkpoints, which are written beside training: {', '.join(own)}. Files of your own: a callback's "
+            "on_save may add them to a checkpoint's folder, which is complete then with LongContextPlugin(async_save=False)"
+        )
+
+
+def _name(cls: type) -> str:
+    """Return a class's package and name."""
+    return f"{cls.__module__.split('.')[0]}.{cls.__name__}"
 
 
 def refuse_changed_settings(trainer: Any, collator: Any) -> None:

@@ -106,6 +106,7 @@ from hf_longctx.training.arguments import (
     refuse_sharded_optimizer,
     refuse_unknown_metric,
     refuse_whole_optimizer,
+    say_unused_saves,
 )
 from hf_longctx.training.autocast import say_if_much_slower
 from hf_longctx.training.embedding_noise import EmbeddingNoise, noisy_embeddings
@@ -213,6 +214,7 @@ class LongContextMixin(_Trainer):
                 self.args.save_only_model = save_only_model
             refuse_whole_optimizer(self)
             refuse_hooks_on_logits(self)
+            say_unused_saves(self)
             self._collator = self.data_collator
             say_if_much_slower(self.args, self.model, precision)
             self.progress.begin("patching the model")

@@ -11,7 +11,7 @@ from peft import LoraConfig, PeftMixedModel, get_peft_model
 from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 
 from hf_longctx import LongContextMixin, LongContextPlugin, LongContextTrainer
-from hf_longctx.training.arguments import NEVER_CALLED, refuse_sharded_optimizer
+from hf_longctx.training.arguments import NEVER_CALLED, refuse_sharded_optimizer, say_unused_saves
 from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import arguments, fresh_accelerator_state
 
@@ -51,6 +51,24 @@ def test_hooks_that_are_never_called_are_refused_wherever_they_stand(name: str):
         reason = re.escape(NEVER_CALLED[name])
         with pytest.raises(TypeError, match=rf"\.{name} is not called: {reason}\. Leave it out, or train without"):
             combined(*bases, **own)
+
+
+@pytest.mark.parametrize("name", ["save_model", "_save"])
+def test_ways_of_saving_that_checkpoints_do_not_call_are_said(name: str, caplog: pytest.LogCaptureFixture):
+    somebody = type("Somebody", (Trainer,), {name: method})
+    for cls, strategy, process in (
+        (combined(LongContextTrainer, **{name: method}), "steps", 0),
+        (combined(LongContextMixin, somebody), "epoch", 0),
+        (combined(LongContextTrainer, **{name: method}), "no", 0),
+        (combined(LongContextTrainer, **{name: method}), "steps", 1),
+        (combined(LongContextMixin, trl.SFTTrainer), "steps", 0),
+    ):
+        trainer = cls.__new__(cls)
+        trainer.args = SimpleNamespace(save_strategy=strategy, process_index=process)
+        say_unused_saves(trainer)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.startswith(f"not called for checkpoints, which are written beside training: Combined.{name}. ")
+    assert f"training: Somebody.{name}. " in second
 
 
 @pytest.mark.parametrize("name", ["training_step", "evaluation_loop", "get_train_dataloader", "train"])
