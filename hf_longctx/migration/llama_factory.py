@@ -35,9 +35,16 @@ COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "his
 """Their columns of the format alpaca -> ours."""
 
 
+def packs(given: Mapping[str, Any]) -> bool:
+    """Tell whether documents are packed, as texts are where nothing else is said."""
+    packing = given.get("packing")
+    return bool(given.get("neat_packing") or (given.get("stage") == "pt" if packing is None else packing))
+
+
 def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return those of DEFAULTS that a file leaves out."""
-    return {key: value for key, value in DEFAULTS.items() if key not in given}
+    """Return those of DEFAULTS that a file leaves out, and the rows of a step where they are counted in tokens."""
+    own = DEFAULTS | ({"per_device_train_batch_size": 8} if packs(given) else {})
+    return {key: value for key, value in own.items() if key not in given}
 
 
 def _stage(migration: Migration, value: Any) -> None:
@@ -136,6 +143,7 @@ OF_V1 = Refuse(
 )
 TABLE: dict[str, Rule] = {
     **same_fields(),
+    **shared.batch_fields(packs, "cutoff_len"),
     **dict.fromkeys(("model_class", "train_dataset", "dist_config", "kernel_config", "peft_config"), OF_V1),
     "model_name_or_path": To("model.path"),
     "trust_remote_code": To("model.trust_remote_code"),

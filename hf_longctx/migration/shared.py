@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -113,6 +113,31 @@ def longest(migration: Migration, tokens: Any, policy: str, micro_batch: int = 1
     migration.put("longctx.long_documents", policy)
     migration.put("longctx.capacity", whole(tokens) * micro_batch)
     migration.set("longctx.longest_document", whole(tokens))
+
+
+def batch_fields(packs: Callable[[Mapping[str, Any]], bool], length: str) -> dict[str, Rule]:
+    """Return the rules of Trainer's batch size and accumulation: packed rows are counted in tokens, others are documents.
+
+    Args:
+        packs: tell whether their file packs documents into rows.
+        length: their key of a row's tokens.
+    """
+
+    def counts_tokens(migration: Migration) -> bool:
+        return bool(packs(migration.given) and migration.given.get(length))
+
+    def rows(migration: Migration, value: Any) -> None:
+        if not counts_tokens(migration):
+            return migration.set(f"training.{migration.key}", value)
+        count = whole(value) * migration.number("gradient_accumulation_steps", 1) * migration.gpus
+        return migration.set("longctx.global_batch_tokens", count * migration.number(length, 1))
+
+    def accumulation(migration: Migration, value: Any) -> None:
+        if counts_tokens(migration):
+            return migration.note("needless", "read with per_device_train_batch_size: longctx.global_batch_tokens")
+        return migration.set(f"training.{migration.key}", value)
+
+    return {"per_device_train_batch_size": rows, "gradient_accumulation_steps": accumulation}
 
 
 def added_tokens(migration: Migration, value: Any) -> None:

@@ -70,6 +70,7 @@ def _template(migration: Migration, value: Any) -> None:
 
 TABLE: dict[str, Rule] = {
     **same_fields(),
+    **shared.batch_fields(lambda given: bool(given.get("packing")), "max_length"),
     "model_name_or_path": To("model.path"),
     "trust_remote_code": To("model.trust_remote_code"),
     "dtype": To("model.dtype", lambda value: "float32" if value == "auto" else str(value)),

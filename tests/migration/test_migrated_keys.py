@@ -67,7 +67,7 @@ def test_each_key_is_answered_and_its_stack_is_found(stack: str, text: str):
             TRL.replace("dataset_name: trl-lib/Capybara", "datasets: [{path: a}, {path: b, split: sft}]"),
             {"data.sources": [{"path": "a"}, {"path": "b", "train_split": "sft"}]},
         ),
-        (TRL, {"data.train_on": None, "training.per_device_train_batch_size": 2, "training.logging_steps": 10}),
+        (TRL, {"data.train_on": None, "longctx.global_batch_tokens": 2 * 8 * 4096, "training.logging_steps": 10}),
         (
             TRL.replace("assistant_only_loss: true\n", "").replace("learning_rate: 2.0e-4\n", ""),
             {"data.train_on": "all", "training.learning_rate": 2e-5, "model.lora.dropout": 0.05},
@@ -130,6 +130,35 @@ def test_what_differs_is_said(text: str, advice: str):
     given = yaml.safe_load(text)
     notes = migrated(given, stack_of(given)).notes
     assert any(note.kind == "without" and advice in note.text for note in notes), notes
+
+
+ROWS = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8}
+"""A batch of Trainer's, for each GPU."""
+
+
+@pytest.mark.parametrize(
+    ("text", "changes", "tokens"),
+    [
+        (LLAMA_FACTORY, {"packing": True}, 2 * 8 * 2048),
+        (LLAMA_FACTORY, {"neat_packing": True, "cutoff_len": "8e3"}, 2 * 8 * 8000),
+        (LLAMA_FACTORY, {"packing": True, "per_device_train_batch_size": "left out"}, 2 * 8 * 8 * 2048),
+        (LLAMA_FACTORY, {"stage": "pt"}, 2 * 8 * 2048),
+        (LLAMA_FACTORY, {"stage": "pt", "packing": False}, None),
+        (LLAMA_FACTORY, {}, None),
+        (TRL, ROWS, 2 * 8 * 4096),
+        (TRL, ROWS | {"packing": False}, None),
+        (TRL, ROWS | {"max_length": None}, None),
+    ],
+)
+def test_rows_that_documents_are_packed_into_are_counted_in_tokens(
+    text: str, changes: dict[str, Any], tokens: int | None
+):
+    given = yaml.safe_load(text) | changes
+    given = {key: value for key, value in given.items() if value != "left out"}
+    migration = migrated(given, stack_of(given), gpus=2)
+    assert migration.get("longctx.global_batch_tokens") == tokens
+    kept = {key: migration.get(f"training.{key}") for key in ROWS}
+    assert kept == (ROWS if tokens is None else dict.fromkeys(ROWS))
 
 
 def test_weights_that_are_all_trained_or_in_bfloat16_already_are_not_advised_about():
