@@ -185,7 +185,7 @@ def _trainer(config: Config, arguments: TrainingArguments, plugin: LongContextPl
 def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> tuple[Any, Any]:
     """Training and evaluation documents; evaluation's may be None. Collective: the first process of each machine prepares them,
     and tells the others where they are."""
-    data, version = config.data, _data_version(config, arguments)
+    data, version = config.data, data_version(config, arguments)
     splits = [split for split in (data.train_split, data.held_out) if split is not None]
     datasets: dict[str, Any] = {}
     report: dict[str, Any] = {"prepared": {}, "problem": None}
@@ -212,7 +212,7 @@ def _datasets(config: Config, tokenizer: Any, arguments: TrainingArguments) -> t
     return datasets[data.train_split], datasets.get(data.held_out or "")
 
 
-def _data_version(config: Config, arguments: TrainingArguments) -> int:
+def data_version(config: Config, arguments: TrainingArguments) -> int:
     """Return the version of documents: VERSION, or that of the run that is resumed, of which a warning tells.
 
     Raises:

@@ -17,12 +17,13 @@ from hf_longctx.checkpoint.rank_messages import Ranks
 logger = logging.get_logger(__name__)
 
 
-def chosen_checkpoint(asked: Any, checkpoints: list[str], output_dir: Path, ranks: Ranks) -> str | None:
+def chosen_checkpoint(asked: Any, checkpoints: list[str], output_dir: Path, ranks: Ranks | None) -> str | None:
     """The folder to resume from; None: training begins anew. Collective.
 
     Args:
         asked: a folder; True: the newest valid one; "auto": the same, or none where there is none.
         checkpoints: those of the output directory, the newest first; the same on all ranks.
+        ranks: None: this process looks by itself, and compares sizes of files alone.
 
     Raises:
         CheckpointError: what was asked for is not valid, or nothing is.
@@ -111,7 +112,7 @@ def left_by_earlier_run(asked: Any, output_dir: Path) -> str | None:
 
 def seems_fit(folder: Path) -> bool:
     """Tell whether a run can go on from a checkpoint, as this process sees it: sizes of files are compared, not content."""
-    return not (problem_of(folder, shares=0) or _incomplete(folder))
+    return unfit(str(folder), None) is None
 
 
 def damaged(folder: str, ranks: Ranks) -> str | None:
@@ -119,8 +120,11 @@ def damaged(folder: str, ranks: Ranks) -> str | None:
     return _agreed(problem_of(Path(folder), ranks.rank, ranks.world_size), ranks)
 
 
-def unfit(folder: str, ranks: Ranks) -> str | None:
-    """Return what keeps a run from going on from a checkpoint, the same on all ranks; None: nothing does. Collective."""
+def unfit(folder: str, ranks: Ranks | None) -> str | None:
+    """Return what keeps a run from going on from a checkpoint, the same on all ranks; None: nothing does. Collective, unless
+    `ranks` is None: then sizes of files are compared, and not their content."""
+    if ranks is None:
+        return problem_of(Path(folder), shares=0) or _incomplete(Path(folder))
     problem = problem_of(Path(folder), ranks.rank, ranks.world_size) or _incomplete(Path(folder))
     return _agreed(problem, ranks)
 

@@ -30,6 +30,7 @@ from hf_longctx.models.stages import whole_parameters
 from hf_longctx.planner import GlobalBatches, PlanError, Topology
 from hf_longctx.planner.cost.adjustment import Adjustments
 from hf_longctx.planner.mixture import Mixture
+from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.measuring.recalibration import restored
 from hf_longctx.training.measuring.step_costs import cost_model
 from hf_longctx.training.run_state import OPTIMIZER_SETTINGS, RunState, optimizer_arguments, schedule_in_words
@@ -242,39 +243,11 @@ class RunData:
         if self.state is not None:
             trainer.remove_callback(self.state)
         longest = self._first_longest_document()
-        self.state = RunState(
-            documents,
-            tokens,
-            seed,
-            index.fingerprint,
-            plugin.long_documents,
-            longest,
-            plugin.overlap_tokens,
-            getattr(trainer.train_dataset, "weights", None),
-            bf16=bool(args.bf16),
-            fp16=bool(args.fp16),
-            frozen=frozen_dtypes(trainer.model),
-            base=base_sample(trainer.model) if args.process_index == 0 else None,
-            data_version=getattr(trainer.train_dataset, "data_version", None),
-            optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
-            schedule=schedule_in_words(args),
-            arguments=optimizer_arguments(args, plugin),
-            documents=None if index.content else sample_of(trainer.train_dataset),
-        )
+        self.state = new_state(plugin, args, trainer.model, trainer.train_dataset, index, (documents, tokens), longest)
+        self.state.base = base_sample(trainer.model) if args.process_index == 0 else None
         trainer.add_callback(self.state)
         if self.resuming_from is not None:
-            self.state.restore(
-                TrainerState.load_from_json(os.path.join(self.resuming_from, TRAINER_STATE_NAME)),
-                {
-                    "global_batch_documents": plugin.global_batch_documents,
-                    "global_batch_tokens": plugin.global_batch_tokens,
-                    "seed": args.data_seed,
-                    "long_documents": plugin.long_documents,
-                    "longest_document": plugin.longest_document,
-                    "overlap_tokens": plugin.overlap_tokens,
-                },
-                noise=args.neftune_noise_alpha if args.process_index == 0 else None,
-            )
+            restore_from(self.resuming_from, self.state, plugin, args)
             if args.process_index == 0 and self.state.seed != seed:
                 logger.warning_once(
                     f"the order of documents stays that of seed {self.state.seed}, as the checkpoint has it: seed={seed} only "
@@ -286,6 +259,56 @@ class RunData:
                     f"per_device_train_batch_size, ranks and gradient_accumulation_steps would make {documents} now, and only "
                     "set that of a new run"
                 )
+
+
+def new_state(
+    plugin: LongContextPlugin,
+    args: Any,
+    model: Any,
+    dataset: Any,
+    index: LengthIndex,
+    batch: tuple[int | None, int | None],
+    longest: int | None,
+) -> RunState:
+    """Return what a checkpoint must remember of a run that begins now; hashes of the weights under adapters are left out.
+
+    Args:
+        batch: documents and tokens of a global batch, of which one is None.
+        longest: tokens at which long documents are cut; None: they are not.
+    """
+    return RunState(
+        *batch,
+        seed_of_documents(args),
+        index.fingerprint,
+        plugin.long_documents,
+        longest,
+        plugin.overlap_tokens,
+        getattr(dataset, "weights", None),
+        bf16=bool(args.bf16),
+        fp16=bool(args.fp16),
+        frozen=frozen_dtypes(model),
+        data_version=getattr(dataset, "data_version", None),
+        optimizer={name: float(getattr(args, name)) for name in OPTIMIZER_SETTINGS},
+        schedule=schedule_in_words(args),
+        arguments=optimizer_arguments(args, plugin),
+        documents=None if index.content else sample_of(dataset),
+    )
+
+
+def restore_from(folder: str, state: RunState, plugin: LongContextPlugin, args: Any) -> None:
+    """Let a run go on as its checkpoint says. Raises ValueError where it was asked for otherwise (RunState.restore)."""
+    state.restore(
+        TrainerState.load_from_json(os.path.join(folder, TRAINER_STATE_NAME)),
+        {
+            "global_batch_documents": plugin.global_batch_documents,
+            "global_batch_tokens": plugin.global_batch_tokens,
+            "seed": args.data_seed,
+            "long_documents": plugin.long_documents,
+            "longest_document": plugin.longest_document,
+            "overlap_tokens": plugin.overlap_tokens,
+        },
+        noise=args.neftune_noise_alpha if args.process_index == 0 else None,
+    )
 
 
 def seed_of_documents(args: Any) -> int:

@@ -115,7 +115,7 @@ class RunState(TrainerCallback, ExportableState):
         self._count_seconds()
         return {"args": asdict(self), "attributes": {}}
 
-    def restore(self, checkpoint_state: TrainerState, asked: dict[str, int | None], noise: float | None = None) -> None:
+    def restore(self, checkpoint_state: TrainerState, asked: dict[str, Any], noise: float | None = None) -> None:
         """Takes over a checkpoint's batches, order and counter.
 
         Args:

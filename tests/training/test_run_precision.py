@@ -17,7 +17,7 @@ from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.config import load_config
 from hf_longctx.precision import Decision, Rates, product_rates
 from hf_longctx.report.training_runs.run_record import read_record
-from hf_longctx.run import _data_version
+from hf_longctx.run import data_version
 from hf_longctx.run import run as run_config
 from hf_longctx.training.autocast import kept_precision, settle_precision
 from tests.builders.tiny_models import tiny_llama
@@ -149,7 +149,7 @@ def test_what_a_run_keeps_is_of_the_checkpoint_that_it_goes_on_from(damage, tmp_
         assert kept_precision(asked, tmp_path) == Decision(False, "checkpoint-1 was trained so", kept=True)
         assert resumed(asked, tmp_path) == tmp_path / "checkpoint-1"
     arguments: Any = SimpleNamespace(resume_from_checkpoint="auto", output_dir=str(tmp_path), process_index=1)
-    assert _data_version(load_config(file_of(tmp_path)), arguments) == 1
+    assert data_version(load_config(file_of(tmp_path)), arguments) == 1
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hf_longctx.commands.preflight.launching import command
+from hf_longctx.commands.preflight.resumed_run import refuse_other_run, show_checkpoint
 from hf_longctx.commands.preflight.run_memory import Planned, computes_on_cpu, planned_run
 from hf_longctx.commands.preflight.trace_run import refuse_untraceable, show_trace
 from hf_longctx.settings.data import names_a_hub
@@ -116,7 +117,8 @@ def dry_run(
     elif gpu is not None:
         console.print(f"speeds    {said_of_speeds(gpu)}", soft_wrap=True)
     run = replace(run, plugin=run.plugin.changed(profile=profile))
-    steps, documents = _steps(config, run, topology, lengths, gpu)
+    resumed = show_checkpoint(console, run)
+    steps, documents = _steps(config, run, topology, lengths, gpu, resumed, precision_chosen=precision is None)
     of_epoch = len(steps.epoch(0))
     console.print(
         f"documents {documents}; {of_epoch:,} optimizer {'step' if of_epoch == 1 else 'steps'} an epoch. The first:"
@@ -252,9 +254,25 @@ def _precision(device: str | None, on_cpu: bool) -> Decision:
 
 
 def _steps(
-    config: Config, run: Planned, topology: Topology, lengths: str | None, gpu: str | None
+    config: Config,
+    run: Planned,
+    topology: Topology,
+    lengths: str | None,
+    gpu: str | None,
+    resumed: str | None,
+    *,
+    precision_chosen: bool,
 ) -> tuple[StepPlans, str]:
-    """Plan the steps of an epoch, and say which documents they are of; gpu: name of the device, where it is no processor."""
+    """Plan the steps of an epoch, and say which documents they are of.
+
+    Args:
+        gpu: name of the device, where it is no processor.
+        resumed: folder of the checkpoint that training would go on from.
+        precision_chosen: `bf16` was no `auto`.
+
+    Raises:
+        ValueError: what training would refuse.
+    """
     import torch
 
     from hf_longctx.data.length_index import LengthIndex, refuse_tokens_outside
@@ -264,7 +282,12 @@ def _steps(
     from hf_longctx.planner import GlobalBatches
     from hf_longctx.training.arguments import fold_accumulation
     from hf_longctx.training.measuring.step_costs import cost_model
-    from hf_longctx.training.run_data import mixture_of, refuse_pieces_beyond_positions, seed_of_documents
+    from hf_longctx.training.run_data import (
+        mixture_of,
+        new_state,
+        refuse_pieces_beyond_positions,
+        seed_of_documents,
+    )
 
     plugin, arguments = run.plugin, run.arguments
     documents, tokens = plugin.global_batch_documents, plugin.global_batch_tokens
@@ -275,12 +298,22 @@ def _steps(
     settled = plugin.model_copy(update={"capacity": topology.capacity})
     longest = settled.first_longest_document(topology.world_size, topology.documents, positions)
     dataset, index, description, held_out = _documents(
-        config, lengths, documents, tokens, seed, min(longest or longest_allowed, longest_allowed)
+        config, run, lengths, documents, tokens, seed, min(longest or longest_allowed, longest_allowed)
     )
+    state = new_state(plugin, arguments, run.model, dataset, index, (documents, tokens), longest)
+    if resumed is not None:
+        refuse_other_run(
+            resumed,
+            run,
+            state,
+            documents_known=lengths is None and not _on_a_hub(config),
+            precision_chosen=precision_chosen,
+            frozen_known=not config.model.load_in_4bit,
+        )
 
     def cut(dataset: Any, index: LengthIndex) -> Pieces:
         refuse_tokens_outside(dataset, run.model.config.get_text_config().vocab_size)
-        pieces = cut_documents(dataset, index, plugin.long_documents, longest, plugin.overlap_tokens)
+        pieces = cut_documents(dataset, index, state.long_documents, state.longest_document, state.overlap_tokens)
         refuse_pieces_beyond_positions(run.model, pieces)
         return pieces
 
@@ -290,8 +323,9 @@ def _steps(
             refuse_too_long(cut(held_out, LengthIndex.from_dataset(held_out)), topology)
         except ValueError as error:
             raise ValueError(f"{OF_EVALUATION}{error}") from error
-    mixture = mixture_of(dataset, getattr(dataset, "weights", None), pieces)
-    batches = GlobalBatches(pieces.lengths, seed, documents=documents, tokens=tokens, mixture=mixture)
+    mixture = mixture_of(dataset, state.weights, pieces)
+    documents, tokens = state.global_batch_documents, state.global_batch_tokens
+    batches = GlobalBatches(pieces.lengths, state.seed, documents=documents, tokens=tokens, mixture=mixture)
     device = torch.device("cpu" if run.on_cpu else "cuda")
     cost = cost_model(
         plugin, run.model, topology, device, autocast=arguments.bf16 or arguments.fp16, cpu=run.cpu, gpu=gpu
@@ -301,11 +335,18 @@ def _steps(
 
 
 def _documents(
-    config: Config, lengths: str | None, documents: int | None, tokens: int | None, seed: int, longest: int
+    config: Config,
+    run: Planned,
+    lengths: str | None,
+    documents: int | None,
+    tokens: int | None,
+    seed: int,
+    longest: int,
 ) -> tuple[Any, Any, str, Any]:
     """Return the data set, its lengths, what to call them, and the documents that are held out, where they are looked at."""
     from hf_longctx.commands.shared.documents import Wanted, read_documents
     from hf_longctx.data.length_index import LengthIndex
+    from hf_longctx.run import data_version
     from hf_longctx.run_documents import load_split, tokenizer_of
 
     why = ""
@@ -315,10 +356,11 @@ def _documents(
         source = read_documents(lengths, Wanted(documents, tokens), seed=seed, longest=longest)
         return source.dataset, source.index, f"{len(source.index):,} of {source.name}{why}", None
     tokenizer = tokenizer_of(config.model)
-    dataset = load_split(config.data, config.data.train_split, tokenizer)
-    held_out = None if config.data.held_out is None else load_split(config.data, config.data.held_out, tokenizer)
+    data, version = config.data, data_version(config, run.arguments)
+    dataset = load_split(data, data.train_split, tokenizer, version=version)
+    held_out = None if data.held_out is None else load_split(data, data.held_out, tokenizer, version=version)
     index = LengthIndex.from_dataset(dataset)
-    return dataset, index, f"{len(index):,} of data.{config.data.train_split}", held_out
+    return dataset, index, f"{len(index):,} of data.{data.train_split}", held_out
 
 
 def _on_a_hub(config: Config) -> list[str]:
