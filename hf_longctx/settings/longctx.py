@@ -218,8 +218,14 @@ class LongctxConfig(Section):
                 "pipeline_schedule",
                 f"{schedule!r} with virtual_stages ({virtual}): interleaved takes 2 or more, the others 1",
             )
-        if virtual > 1 and self.pipeline_stages == 1:
-            yield "virtual_stages", f"{virtual} with pipeline_stages (1): there is no pipeline"
+        if self.pipeline_stages > 1:
+            return
+        for name, default in (("pipeline_schedule", "1f1b"), ("virtual_stages", 1)):
+            if (value := getattr(self, name)) != default:
+                yield (
+                    name,
+                    f"{value!r} with pipeline_stages (1): there is no pipeline; valid: {name} {default}, or more stages",
+                )
 
     def _ray(self) -> Iterator[tuple[str, str]]:
         for name, value in (("ray_address", self.ray_address), ("ray_servers", self.ray_servers - 1)):

@@ -137,11 +137,28 @@ def _fsdp(request: Request) -> Iterator[Problem]:
         )
 
 
+CHECKPOINTING = ("gradient_checkpointing", "activation_checkpointing")
+"""Names of one field of TrainingArguments: the newer, and the older."""
+
+
+def _checkpoints(args: Any) -> bool:
+    return any(getattr(args, name, None) for name in CHECKPOINTING)
+
+
+def _keeps_attention(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
+    by_itself = getattr(request.model, "is_gradient_checkpointing", False)
+    if plugin.keep_attention == "always" and not _checkpoints(request.args) and not by_itself:
+        yield (
+            "keep_attention",
+            "'always' without activation checkpointing, which alone would compute attention again: all is kept anyway; valid: "
+            "gradient_checkpointing=True, or keep_attention='auto'",
+        )
+
+
 def _checkpointing(request: Request) -> Iterator[Problem]:
     args = request.args
-    names = ("gradient_checkpointing", "activation_checkpointing")  # the newer name, and the older
-    checkpoints = any(getattr(args, name, None) for name in names)
-    settings: Any = next(filter(None, (getattr(args, f"{name}_kwargs", None) for name in names)), {})
+    checkpoints = _checkpoints(args)
+    settings: Any = next(filter(None, (getattr(args, f"{name}_kwargs", None) for name in CHECKPOINTING)), {})
     if checkpoints and _is_reentrant(settings):
         yield (
             "gradient_checkpointing_kwargs",
@@ -399,6 +416,7 @@ OF_PLUGIN: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...]
     optimizer_of_plugin,
     _loader,
     _plan_offload,
+    _keeps_attention,
     _arrangement,
     _layers_drawn,
     *OF_ADAPTERS,

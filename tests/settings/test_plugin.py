@@ -158,6 +158,7 @@ def test_what_does_not_go_together_is_refused_by_the_plugin_as_in_a_file():
         ({"ray_servers": 2}, "ray_servers: 2 needs loader: ray, got 'local'"),
         ({"loader": "ray", "ray_address": "here"}, "ray_address: must be host:port, got 'here'"),
         ({"virtual_stages": 2}, "virtual_stages: 2 with pipeline_stages"),
+        ({"pipeline_schedule": "gpipe"}, "pipeline_schedule: 'gpipe' with pipeline_stages (1)"),
         ({"plan_offload": True}, "plan_offload: true needs longctx.profile"),
         (
             {"planner": "bytescale_naive"},

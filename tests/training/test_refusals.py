@@ -75,6 +75,7 @@ ALIKE: dict[str, tuple[dict[str, Any], str]] = {
         "2: ranks of zero2, zero3 and expert parallelism meet in every micro-batch",
     ),
     "float16 on CPUs": ({"training.fp16": True}, "fp16: True: ranks compute on CPUs, where accelerate scales no gradients"),
+    "attention kept": ({"longctx.keep_attention": "always"}, "'always' without activation checkpointing"),
     "scaled stages": ({"longctx.pipeline_stages": 2, "training.fp16": True}, "2: fp16 scales gradients by what one"),
 }  # fmt: skip
 
@@ -114,6 +115,15 @@ def test_no_clipping_is_said_by_a_number(tmp_path):
         ValueError, match="max_grad_norm=None would end the first step in an error of Trainer's; valid: 0"
     ):
         adapted(arguments(tmp_path, max_grad_norm=None), tiny_llama(), LongContextPlugin(capacity=64))
+
+
+def test_attention_is_kept_where_layers_are_computed_again(tmp_path):
+    """By Trainer's setting, or a model that checkpoints already."""
+    plugin = LongContextPlugin(capacity=64, keep_attention="always")
+    adapted(arguments(tmp_path, gradient_checkpointing=True), tiny_llama(), plugin)
+    model = tiny_llama()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    adapted(arguments(tmp_path), model, plugin)
 
 
 def in_section(settings: dict[str, Any], section: str) -> dict[str, Any]:
