@@ -250,7 +250,8 @@ def _apply_override(override: str, data: dict[str, Any], origin: dict[KeyPath, s
     dotted, equals, text = override.partition("=")
     *parents, last = key_path = tuple(dotted.split("."))
     if not (equals and all(key_path)):
-        problems.append(((), f"{source}: must be section.key=value, for instance training.max_steps=10"))
+        quoted = "" if equals else "; a value with spaces or wildcards stands in quotes: 'data.path=[a.txt, b.txt]'"
+        problems.append(((), f"{source}: must be section.key=value, for instance training.max_steps=10{quoted}"))
         return
     try:
         value = yaml.safe_load(text)

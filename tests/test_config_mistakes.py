@@ -158,6 +158,13 @@ def test_a_wildcard_of_an_override_is_to_be_quoted(capsys):
     assert """in quotes: 'data.pattern="**/*.txt"'""" in capsys.readouterr().err
 
 
+def test_a_value_that_the_shell_has_split_is_to_be_quoted(capsys):
+    Path("run.yaml").write_text("\n".join(BASE) + "\n")
+    assert main(["config", "run.yaml", "data.path=a.txt", "b.txt"]) == 2
+    expected = r"override 'b\.txt': must be section.key=value, .*; a value with spaces or wildcards stands in quotes"
+    assert re.search(expected, capsys.readouterr().err)
+
+
 def test_numbers_that_yaml_takes_for_text_are_numbers():
     Path("run.yaml").write_text("\n".join(BASE).replace("global_batch_documents: 9", "activation_offload: 5e-1") + "\n")
     assert load_config("run.yaml").longctx.activation_offload == 0.5

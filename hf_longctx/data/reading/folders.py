@@ -26,6 +26,8 @@ from hf_longctx.data.reading.unit import LONGEST_ROW, Unit, fingerprint_of, whol
 
 COLUMN = "text"
 """Name of the column in which a document's text stands."""
+TEXT_ENDINGS = (".txt", ".md")
+"""Endings of texts, which often lie beside data without being data."""
 TextFile = tuple[str, str, int]
 """path, path below the directory that is read (it stands in the line before the text), bytes"""
 
@@ -109,14 +111,15 @@ def _read(path: str, size: int) -> tuple[str, str]:
     """A file's text, with line ends as Python reads them; and why it is refused, or nothing."""
     if size > LONGEST_ROW:
         return "", f"has {size} bytes, but a document may have at most {LONGEST_ROW}"
+    texts_alone = "" if path.lower().endswith(TEXT_ENDINGS) else '; data.pattern="**/*.txt" takes files of text alone'
     try:
         data = Path(path).read_bytes().removeprefix(codecs.BOM_UTF8)
         text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8").read()
     except UnicodeDecodeError as error:
-        return "", f"is not UTF-8 text: {error}"
+        return "", f"is not UTF-8 text: {error}{texts_alone}"
     except OSError as error:
         return "", f"cannot be read: {error}"
-    return text, f"is not text: character {text.index(chr(0)) + 1} is NUL" if "\0" in text else ""
+    return text, f"is not text: character {text.index(chr(0)) + 1} is NUL{texts_alone}" if "\0" in text else ""
 
 
 def _headed(relative: str, text: str) -> str:

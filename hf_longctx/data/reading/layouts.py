@@ -121,9 +121,10 @@ def split_files(
     if is_directory and not any(os.path.exists(os.path.join(path, card)) for card in CARDS):
         chosen = {file for files in by_split.values() for file in files}
         own = {os.path.splitext(file)[1].lower() for file in chosen}
-        if not own.isdisjoint(texts):
+        are_texts = not own.isdisjoint(texts)
+        if are_texts:
             own |= set(texts)
-        _refuse_left_out(path, chosen, (*endings, *own - {""}))
+        _refuse_left_out(path, chosen, (*endings, *own - {""}), are_texts)
     files = list(by_split[split])
     try:
         local = DownloadManager().download(files)
@@ -161,8 +162,13 @@ def _refuse_options(path: str, builder: DatasetBuilder) -> None:
         )
 
 
-def _refuse_left_out(directory: str, chosen: set[str], endings: tuple[str, ...]) -> None:
+def _refuse_left_out(directory: str, chosen: set[str], endings: tuple[str, ...], are_texts: bool) -> None:
     """Files of no split would be lost silently: of other kinds, or whose names do not say a split where others' do."""
+    whole = (
+        '; or make each file a document: data.documents=files, of which data.pattern="**/*.txt" takes some'
+        if are_texts
+        else ""
+    )
     for folder, folders, files in os.walk(os.path.realpath(directory)):
         folders[:] = [name for name in folders if not name.startswith((".", "__"))]
         for file in sorted(files):
@@ -176,7 +182,7 @@ def _refuse_left_out(directory: str, chosen: set[str], endings: tuple[str, ...])
                 raise SourceError(
                     f"load_dataset would not read {path}: a directory's files are of one kind, and where the name of one "
                     'says its split (train, test ...) all must. Name the files: "directory/*.jsonl", or of several kinds '
-                    '["directory/*.txt", "directory/*.md"]'
+                    f'["directory/*.txt", "directory/*.md"]{whole}'
                 )
 
 

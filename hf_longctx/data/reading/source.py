@@ -26,7 +26,7 @@ from datasets import Dataset, IterableDataset
 from hf_longctx.data.prepared import INDEX, load_prepared
 from hf_longctx.data.reading.arrow_files import arrow_units
 from hf_longctx.data.reading.datasets_objects import Stream, dataset_units
-from hf_longctx.data.reading.folders import directory_units, files_below, text_file, text_units
+from hf_longctx.data.reading.folders import TEXT_ENDINGS, directory_units, files_below, text_file, text_units
 from hf_longctx.data.reading.json_lines import json_line_units
 from hf_longctx.data.reading.json_values import json_units
 from hf_longctx.data.reading.layouts import cached_split, is_saved, saved_files, split_files
@@ -50,8 +50,6 @@ READERS: dict[str, Callable[[str, str, int], list[Unit]]] = {
     ".md": lambda path, name, unit_bytes: text_units([text_file(path, name)], unit_bytes),
 }
 """File ending -> (path, name in messages, bytes of a unit) -> units."""
-TEXT_ENDINGS = (".txt", ".md")
-"""Files that often lie beside data without being data."""
 HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
 """Names that the hub allows: NAME or OWNER/NAME."""
 

@@ -229,6 +229,14 @@ def test_a_file_that_is_no_text_is_refused(content, reason, tmp_path):
     file.write_bytes(content)
     (refused,) = refusals(read(file))
     assert refused.startswith(f"{file}: {reason}")
+    assert "data.pattern" not in refused
+
+
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n", b"GIF\0"])
+def test_a_file_that_is_no_text_by_its_name_either_can_be_passed_over(content, tmp_path):
+    (tmp_path / "cat.png").write_bytes(content)
+    (refused,) = refusals(read(tmp_path, documents="files"))
+    assert 'data.pattern="**/*.txt" takes files of text alone' in refused
 
 
 def folder(root: Path) -> Path:
