@@ -96,7 +96,7 @@ def export(
             raise ValueError("--format gguf writes one file: leave --max-file-size out")
         with built_whole(output) as folder, tempfile.TemporaryDirectory(dir=output.parent) as beside:
             if merge:
-                merge_adapter(source, Path(beside) / "merged", base=base, dtype=dtype)
+                merge_adapter(source, Path(beside) / "merged", base=base, dtype=dtype, called=output)
             with readable_weights(source):
                 write_gguf(Path(beside) / "merged" if merge else source, folder, dtype)
         _say(output, "GGUF", source)

@@ -47,8 +47,10 @@ def defaults(given: Mapping[str, Any]) -> dict[str, Any]:
 def _adapter(migration: Migration, value: Any) -> None:
     if value not in ("lora", "qlora"):
         raise NotTranslated("adapters here are LoRA: model.lora")
-    if missing := [key for key in ("lora_r", "lora_alpha") if not migration.given.get(key)]:
-        migration.note("without", f"{', '.join(missing)}: axolotl has no default; here model.lora: r 16, alpha 32")
+    ours = {"lora_r": "r 16", "lora_alpha": "alpha 32"}
+    if missing := [key for key in ours if not migration.given.get(key)]:
+        written = ", ".join(ours[key] for key in missing)
+        migration.note("without", f"{', '.join(missing)}: axolotl has no default; here model.lora: {written}")
     if not any(migration.given.get(key) for key in TARGETS):
         migration.note(
             "without", "no targets, of which axolotl has no default; here model.lora.target_modules: all-linear"

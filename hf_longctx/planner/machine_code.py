@@ -192,10 +192,10 @@ class _Planners:
             self._whole |= whole
             if self._threads == 0:
                 _lock.release(stamp=self._whole)
-                self._whole = self._announced = False
+                self._whole = False
 
     def announce(self, seconds: float) -> None:
-        """Say that compiling begins, unless another thread has said so."""
+        """Say that compiling begins, once for all plans of this process."""
         with self._changing:
             announced, self._announced = self._announced, True
         if not announced:

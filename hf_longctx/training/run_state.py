@@ -183,9 +183,9 @@ class RunState(TrainerCallback, ExportableState):
         self.__dict__.update(asdict(saved) | kept)
         self.seconds = stored["args"].get("seconds")
 
-    def changed_settings(self, checkpoint: Path, optimizer: Any) -> set[str]:
-        """Return the settings that a checkpoint was trained with other values of, and say so: what `optimizer`'s groups call its
-        own, and those of SCHEDULE_SETTINGS.
+    def changed_settings(self, checkpoint: Path, optimizer: Any, *, says: bool) -> set[str]:
+        """Return the settings that a checkpoint was trained with other values of, and say so where this rank `says` what is to be
+        known: what `optimizer`'s groups call its own, and those of SCHEDULE_SETTINGS.
 
         Raises:
             ValueError: an argument of the optimizer has another value, and is none that its groups hold as a number.
@@ -199,7 +199,7 @@ class RunState(TrainerCallback, ExportableState):
                     changes[name] = f"{name} {old} -> {new}"
         arguments = self._changed_arguments(recorded(checkpoint, "arguments"), optimizer)
         changes |= arguments
-        if changes:
+        if changes and says:
             settings = ", ".join(changes.values())
             logger.warning(f"going on from {checkpoint} with other settings: {settings}")
         return {"lr" if name in LORAPLUS else OPTIMIZER_SETTINGS.get(name, name) for name in changes}

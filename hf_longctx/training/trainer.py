@@ -644,7 +644,8 @@ class LongContextMixin(_Trainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
             self.run_state.refuse_other_base(Path(checkpoint), self.checkpoints.ranks)
-            changed = self.run_state.changed_settings(Path(checkpoint), self.optimizer)
+            says = self.args.process_index == 0
+            changed = self.run_state.changed_settings(Path(checkpoint), self.optimizer, says=says)
             self.checkpoints.load_optimizer(checkpoint, changed)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

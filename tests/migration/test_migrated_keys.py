@@ -211,10 +211,18 @@ def test_what_axolotl_does_by_itself_is_ours_and_marked(text: str, ours: dict[st
     assert marked == migration.by_default == axolotl.defaults(given).keys()
 
 
-def test_an_adapter_whose_rank_or_targets_are_left_out_is_noted():
-    notes = migrated(yaml.safe_load("base_model: m\nadapter: lora\nlora_alpha: 16\n"), "axolotl").notes
+@pytest.mark.parametrize(
+    ("given", "missing"),
+    [
+        ("lora_alpha: 16\n", "lora_r: axolotl has no default; here model.lora: r 16"),
+        ("lora_r: 8\n", "lora_alpha: axolotl has no default; here model.lora: alpha 32"),
+        ("", "lora_r, lora_alpha: axolotl has no default; here model.lora: r 16, alpha 32"),
+    ],
+)
+def test_an_adapter_whose_rank_or_targets_are_left_out_is_noted(given: str, missing: str):
+    notes = migrated(yaml.safe_load(f"base_model: m\nadapter: lora\n{given}"), "axolotl").notes
     assert [note.text for note in notes if note.key == "adapter" and note.kind == "without"] == [
-        "lora_r: axolotl has no default; here model.lora: r 16, alpha 32",
+        missing,
         "no targets, of which axolotl has no default; here model.lora.target_modules: all-linear",
     ]
 

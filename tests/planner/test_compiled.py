@@ -497,6 +497,7 @@ def test_threads_of_a_process_hold_the_lock_together_and_announce_once(
 ):
     """One compiles; another, whose plan is at hand, looks something up; a third compiles as well and is done last."""
     monkeypatch.setattr(machine_code, "_lock", lock)
+    monkeypatch.setattr(machine_code, "_planners", machine_code._Planners())
     monkeypatch.setattr(machine_code, "compiled_here", Counter())
     going_on, may_end = threading.Event(), threading.Event()
 
@@ -524,6 +525,8 @@ def test_threads_of_a_process_hold_the_lock_together_and_announce_once(
     may_end.set()
     threads[1].join()
     assert is_free(tmp_path / machine_code.LOCK)
+    with machine_code.compiling(37.0):  # the plan after it
+        machine_code._compiles(work_of.function)
     assert [line.split("about ")[1] for line in capsys.readouterr().err.splitlines()] == [
         "36 s of a new core, up to three times as long on an old one"
     ]

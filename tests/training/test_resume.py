@@ -267,6 +267,13 @@ def test_another_schedule_where_a_run_is_resumed_is_said(tmp_path, caplog):
         assert line in caplog.text
 
 
+def test_other_settings_are_said_by_one_rank(ranks2, tmp_path):
+    run_on(1, None, tmp_path, settings={"max_steps": 1})
+    resumed = run_on(2, ranks2, tmp_path, settings={"max_steps": 2}, resume=str(tmp_path / "checkpoint-1"))
+    lines = [[message for message in run.messages if "with other settings: " in message] for run in resumed]
+    assert [len(messages) for messages in lines] == [1, 0]
+
+
 def test_another_learning_rate_is_refused_where_rates_follow_from_what_was_measured():
     weight = torch.nn.Parameter(torch.zeros(1))
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([weight], lr=0.1))

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype: str = "auto") -> None:
+def merge_adapter(
+    adapter: Path, output: Path, *, base: str | None = None, dtype: str = "auto", called: Path | None = None
+) -> None:
     """Write an adapter merged into its base as a plain checkpoint, and say so.
 
     Args:
@@ -24,6 +26,7 @@ def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype
         output: empty or not there yet.
         base: its base's weights; None: as the adapter says.
         dtype: of the weights; auto: the base's.
+        called: what to call `output`; None: its own name.
 
     Raises:
         ValueError: `adapter` holds none in safetensors, `output` is not empty, or the two do not belong together.
@@ -48,7 +51,8 @@ def merge_adapter(adapter: Path, output: Path, *, base: str | None = None, dtype
         model.save_pretrained(folder)
         tokenizer = _save_tokenizer(adapter, base, folder)
         share(folder)
-    print(f"{output}: {adapter} merged into {base}, {model.num_parameters():,} weights, {model.dtype}; {tokenizer}")
+    size = f"{model.num_parameters():,} weights, {model.dtype}"
+    print(f"{called or output}: {adapter} merged into {given_name(base)}, {size}; {tokenizer}")
 
 
 def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
@@ -143,4 +147,12 @@ def _save_tokenizer(adapter: Path, base: str, output: Path) -> str:
         AutoTokenizer.from_pretrained(source).save_pretrained(output)
     except (OSError, ValueError):
         return "no tokenizer: neither the adapter nor the base has one"
-    return f"tokenizer of {source}"
+    return f"tokenizer of {given_name(source)}"
+
+
+def given_name(base: str) -> str:
+    """Return what a user calls a model: the embedded one lies in the cache under a name of its own."""
+    from hf_longctx.data.embedded.embedded_model import DIRECTORY
+    from hf_longctx.settings import EMBEDDED_MODEL
+
+    return EMBEDDED_MODEL if Path(base).name == DIRECTORY else base

@@ -90,7 +90,7 @@ def test_matrices_are_cast_and_vectors_stay_whole(dtype: Any, tmp_path: Path):
         assert torch.equal(tensor, expected if expected.ndim == 1 else expected.to(getattr(torch, dtype)).float()), name
 
 
-def test_an_adapter_is_merged_first(tmp_path: Path):
+def test_an_adapter_is_merged_first(tmp_path: Path, capsys: Any):
     base = saved(tiny_llama(**WIDE), tmp_path / "base")
     model = add_lora(AutoModelForCausalLM.from_pretrained(base), r=2)
     for name, weight in model.named_parameters():
@@ -100,6 +100,7 @@ def test_an_adapter_is_merged_first(tmp_path: Path):
     with pytest.raises(ValueError, match="holds an adapter: give --merge too"):
         export(adapter, tmp_path / "out", file_format="gguf")
     export(adapter, tmp_path / "out", merge=True, file_format="gguf")
+    assert f"{tmp_path / 'out'}: {adapter} merged into {base}, " in capsys.readouterr().out
     torch.testing.assert_close(logits(read_back(tmp_path / "out")), logits(model), rtol=0, atol=1e-4)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["adapter", "base", "out"]
 

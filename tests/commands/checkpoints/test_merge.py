@@ -13,8 +13,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from hf_longctx.cli import main
-from hf_longctx.commands.checkpoints.merging import merged
+from hf_longctx.commands.checkpoints.merging import given_name, merged
 from hf_longctx.commands.shared.loading import load_model
+from hf_longctx.data.embedded.embedded_model import DIRECTORY
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.rope_scaling import scale_rope
 from hf_longctx.run import ScaledConfig
@@ -60,6 +61,11 @@ def test_the_merged_checkpoint_is_plain_and_gives_the_adapters_logits(tmp_path: 
         plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(tmp_path / name / "base"), adapter)
         torch.testing.assert_close(logits(plain), expected, rtol=0, atol=1e-5)
         assert not torch.allclose(logits(base), expected, atol=1e-2), "the adapter matters"
+
+
+def test_the_embedded_model_is_called_as_a_user_calls_it(tmp_path: Path):
+    assert given_name(str(tmp_path / DIRECTORY)) == "embedded:smollm2-135m"
+    assert given_name(str(tmp_path / "base")) == str(tmp_path / "base")
 
 
 def test_positions_that_the_adapter_was_trained_with_are_merged_too(tmp_path: Path):
