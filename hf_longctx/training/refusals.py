@@ -146,8 +146,10 @@ def _checkpoints(args: Any) -> bool:
 
 
 def _keeps_attention(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
-    by_itself = getattr(request.model, "is_gradient_checkpointing", False)
-    if plugin.keep_attention == "always" and not _checkpoints(request.args) and not by_itself:
+    if plugin.keep_attention != "always" or _checkpoints(request.args):
+        return
+    modules = request.model.modules() if isinstance(request.model, torch.nn.Module) else ()
+    if not any(getattr(module, "gradient_checkpointing", False) for module in modules):
         yield (
             "keep_attention",
             "'always' without activation checkpointing, which alone would compute attention again: all is kept anyway; valid: "
