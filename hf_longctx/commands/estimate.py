@@ -5,23 +5,21 @@ Counted from the model's configuration (planner/memory/memory_model.py); nothing
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from hf_longctx.commands.shared.memory_table import Estimate, memory_table
 from hf_longctx.commands.shared.room import Room, read_room
 from hf_longctx.commands.shared.tokens import size_of, token_count
+from hf_longctx.commands.shared.training_bytes import DTYPE_HELP, TrainedDtype, training_bytes
 from hf_longctx.counting.records import NotCountedError
-from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
+from hf_longctx.hardware.devices import KNOWN_DEVICES
 from hf_longctx.hardware.published import ARCHITECTURES
-from hf_longctx.hardware.speeds import product_scratch
 
 if TYPE_CHECKING:
     from hf_longctx.planner.memory.memory_model import MemoryModel
 
-BYTES = {"mixed": (4, 2, 8), "bfloat16": (2, 2, 4), "float32": (4, 4, 8)}
-"""--dtype -> bytes of a weight, of an activation, and of AdamW's states per parameter, which have the weights' dtype."""
 ADAPTER_OPTIMIZER_BYTES = 8
 """PEFT trains adapters in float32."""
 
@@ -44,13 +42,7 @@ def estimate(
     ] = None,
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Split layers over so many GPUs, called a rank.")] = 1,
     ulysses_degree: Annotated[int, typer.Option(min=1, help="Share a document's heads among so many ranks.")] = 1,
-    dtype: Annotated[
-        Literal["auto", "mixed", "bfloat16", "float32"],
-        typer.Option(
-            help="Use this dtype; mixed: float32 weights, bfloat16 compute (bf16=True); auto: mixed where that is faster, else "
-            "float32."
-        ),
-    ] = "auto",
+    dtype: Annotated[TrainedDtype, typer.Option(help=DTYPE_HELP)] = "auto",
     lora: Annotated[int, typer.Option(min=0, help="Train LoRA adapters of rank N; 0: all weights.")] = 0,
     lora_targets: Annotated[
         str | None, typer.Option(help="Adapt these projections (a,b). By default all.", show_default=False)
@@ -84,29 +76,22 @@ def estimate(
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.parallel.world import World
     from hf_longctx.planner.memory.memory_model import SHARDING, MemoryModel
-    from hf_longctx.precision import decide_for, kind_of
 
     length = size_of(context, "--context")
     room, config = read_room(device, memory, gpus), read_config(model)
     reserve = room.reserve if reserve is None else reserve
-    decision = decide_for(device) if dtype == "auto" else None
     if gpus % tensor_parallel:
         valid = [n for n in range(1, gpus + 1) if gpus % n == 0]
         raise ValueError(f"--tensor-parallel {tensor_parallel} must divide --gpus {gpus}; valid: {valid}")
     if lora_targets is not None and not lora:
         raise ValueError(f"--lora-targets {lora_targets} needs --lora, the rank of the adapters")
     ranks = World(gpus, tensor_parallel=tensor_parallel).ranks
-    precision = dtype if decision is None else "mixed" if decision.bf16 else "float32"
-    weight, activation, states = BYTES[precision]
+    trained_in = training_bytes(dtype, device, room)
     settings: dict[str, Any] = {
+        **trained_in.settings,
         "world_size": ranks,
         "tensor_parallel": tensor_parallel,
         "ulysses_degree": ulysses_degree,
-        "weight_bytes": weight,
-        "activation_bytes": activation,
-        "optimizer_bytes": (ADAPTER_OPTIMIZER_BYTES if lora else states)
-        if optimizer_bytes is None
-        else optimizer_bytes,
         "lora_rank": lora,
         "lora_targets": None if lora_targets is None else [name.strip() for name in lora_targets.split(",")],
         "checkpointing": checkpointing,
@@ -115,9 +100,11 @@ def estimate(
         "loss_chunk_tokens": loss_chunk_tokens,
         "optimizer_on_host": optimizer_on_host,
         "accumulating": accumulating,
-        "product_scratch": product_scratch(kind_of(device) if device in CPU_DEVICES else None, bf16=activation == 2),
-        "workspace": room.workspace,
     }
+    if lora:
+        settings["optimizer_bytes"] = ADAPTER_OPTIMIZER_BYTES
+    if optimizer_bytes is not None:
+        settings["optimizer_bytes"] = optimizer_bytes
 
     def counted(sharding: str) -> MemoryModel:
         counted_tensors = MemoryModel.from_config(config, sharding=sharding, **settings)
@@ -127,13 +114,13 @@ def estimate(
     try:
         results = [_estimate(kind, counted(kind), room, length, ranks, offload, reserve) for kind in shardings]
     except NotCountedError as error:
-        trained = None if lora or optimizer_on_host else 2 * weight + settings["optimizer_bytes"]
-        raise ValueError(f"{error}. {_without_activations(config, weight, trained, ranks)}") from error
+        trained = None if lora or optimizer_on_host else 2 * trained_in.weight + settings["optimizer_bytes"]
+        raise ValueError(f"{error}. {_without_activations(config, trained_in.weight, trained, ranks)}") from error
     console = screen()
     title = f"{model}, one document of {length:,} tokens on {gpus} x {room.name}"
     console.print(title, style="bold", soft_wrap=True)
-    if decision is not None:
-        console.print(f"--dtype auto: {precision}; {decision.reason}", soft_wrap=True)
+    if trained_in.note:
+        console.print(trained_in.note, soft_wrap=True)
     for note in counting_notes(config):
         console.print(f"{model}: {note}", soft_wrap=True)
     console.print(

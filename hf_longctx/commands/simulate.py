@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from hf_longctx.commands.shared.tokens import size_of
+from hf_longctx.commands.shared.training_bytes import DTYPE_HELP, TrainedDtype, training_bytes
 from hf_longctx.hardware.devices import CLUSTERS
 from hf_longctx.hardware.published import ARCHITECTURES
 
@@ -65,6 +66,7 @@ def simulate(
         Literal["ddp", "zero1", "zero2", "zero3"],
         typer.Option(help="Shard nothing, optimizer states, gradients too, weights too."),
     ] = "zero1",
+    dtype: Annotated[TrainedDtype, typer.Option(help=DTYPE_HELP)] = "auto",
     tensor_parallel: Annotated[int, typer.Option(min=1, help="Split heads and MLPs over so many GPUs.")] = 1,
     stages: Annotated[int, typer.Option(min=1, help="Cut layers into a pipeline of so many GPUs.")] = 1,
     schedule: Annotated[Literal["1f1b", "interleaved", "gpipe"], typer.Option(help="Order stages so.")] = "1f1b",
@@ -98,6 +100,7 @@ def simulate(
 
     from hf_longctx.commands.shared.costs import read_config
     from hf_longctx.commands.shared.planners import read_planners, refuse_beyond_planners
+    from hf_longctx.commands.shared.room import read_room
     from hf_longctx.commands.shared.screen import screen
     from hf_longctx.planner.stages.stage_order import Schedule
 
@@ -108,8 +111,13 @@ def simulate(
     if output is not None and output.suffix != wanted:
         raise ValueError(f"--output {output} must end in {wanted} {'with' if values else 'without'} --sweep")
     names, config, nodes = read_planners(planner), read_config(model), _cluster(cluster, attention)
+    room = read_room(cluster, None)
+    trained_in = training_bytes(dtype, cluster, room)
     fixed: dict[str, Any] = {
         "sharding": sharding,
+        "counted": trained_in.settings,
+        "outside": room.gpus_per_node is not None,
+        "reserve": room.reserve,
         "tensor_parallel": tensor_parallel,
         "stages": stages,
         "schedule": Schedule(schedule, virtual_stages),
@@ -126,10 +134,16 @@ def simulate(
         for longest in dict.fromkeys(longest for _, longest in sizes)
     }
     console = screen()
-    title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}"
+    title = f"{model} on {cluster}, {distribution}, {tokens} tokens a step, {sharding}, dtype {trained_in.dtype}"
     title += f", tensor parallel {tensor_parallel}" * (tensor_parallel > 1) + f", {stages} stages" * (stages > 1)
     title += f", {schedule}" * (schedule != "1f1b") + f", attention by {attention}" * (attention is not None)
     console.print(title, style="bold", soft_wrap=True)
+    if trained_in.activation != (measured := nodes.speed().activation_bytes):
+        console.print(
+            f"dtype {trained_in.dtype} counts in memory; speeds and bytes sent are those of {cluster}, in "
+            f"{'bfloat16' if measured == 2 else 'float32'}",
+            soft_wrap=True,
+        )
     for longest, batches in read.items():
         lengths = np.concatenate(batches)
         if 2 * lengths.sum() < step_tokens * steps:

@@ -9,7 +9,7 @@ ranks for a document and less exchange. Unless that is given too, each planner g
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from hf_longctx.hardware.devices import Cluster
-from hf_longctx.hardware.nccl import Version
+from hf_longctx.hardware.nccl import NCCL_OF_TORCH, Version
 from hf_longctx.parallel.world import World
 from hf_longctx.planner import CostModel, Mode, StepPlan, Topology, planners_for
 from hf_longctx.planner.memory.device_bytes import bytes_outside
@@ -30,6 +30,9 @@ from hf_longctx.simulator.play import Simulation, play
 
 ROUND_TO = 256
 """Tokens that a rank holds are a multiple of this, where there are so many."""
+BYTES_OF_PAPERS = {"weight_bytes": 2, "activation_bytes": 2, "optimizer_bytes": 12}
+"""Arguments of MemoryModel.from_config for the precision of published runs: all in bfloat16, with float32 masters and moments
+of Adam. `hf-longctx simulate` gives those of our trainer instead."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,10 @@ class Run:
     """Whether backward runs each layer's forward again."""
     reserve: float = 0.1
     """Share of memory that stays free."""
+    counted: Mapping[str, Any] = field(default_factory=BYTES_OF_PAPERS.copy)
+    """Further arguments of MemoryModel.from_config: the precision, and what kernels take."""
+    outside: bool = False
+    """Whether what is no tensor's takes memory too: CUDA's context, and communicators; with `nccl` it does."""
     nccl: Version | None = None
     """NCCL's version, whose channels limit messages and whose buffers take memory; None: links are as fast as they are."""
 
@@ -122,15 +129,16 @@ class Run:
             world_size=self.ranks,
             checkpointing=self.recompute,
             tensor_parallel=self.tensor_parallel,
+            **self.counted,
         ).in_stages(fullest_share(*stages), *most_in_flight(*stages))
-        if self.nccl is None:
+        if self.nccl is None and not self.outside:
             return memory
         outside = bytes_outside(
             self.ranks,
             self.cluster.ranks_per_node,
             tensor_parallel=self.tensor_parallel,
             stages=self.stages,
-            version=self.nccl,
+            version=self.nccl or NCCL_OF_TORCH,
         )
         return replace(memory, outside=outside)
 

@@ -1,6 +1,7 @@
 """`hf-longctx simulate`: runs that follow from a cluster and a model, planners side by side, sweeps, and what is refused."""
 
 from dataclasses import replace
+from inspect import Parameter, signature
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Any, get_args, get_origin, get_type_hints
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
+from hf_longctx.commands.estimate import estimate
 from hf_longctx.commands.shared.tokens import size_of
 from hf_longctx.commands.simulate import Simulated, read_axes, simulate, sweep_table
 from hf_longctx.hardware.devices import CLUSTERS
@@ -16,6 +18,7 @@ from hf_longctx.hardware.profile import Profile
 from hf_longctx.hardware.published import ARCHITECTURES
 from hf_longctx.hardware.speeds import CPU_CORE
 from hf_longctx.planner import PLANNERS, planners_for
+from hf_longctx.planner.memory.memory_model import MemoryModel
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.report.pictures.sweep_picture import Point, draw_sweep, sweep_figure
 from hf_longctx.report.planner_names import planner_name
@@ -123,9 +126,16 @@ def test_sizes_and_axes():
         read_axes(["gpus=8", "gpus=16"])
 
 
+def defaults_of(verb: Any) -> dict[str, Any]:
+    return {
+        name: parameter.default
+        for name, parameter in signature(verb).parameters.items()
+        if parameter.default is not Parameter.empty
+    }
+
+
 def run_verb(**options: Any) -> None:
-    defaults = dict(zip(simulate.__annotations__, simulate.__defaults__ or ()))
-    simulate(**defaults | {"gpus": 16, "context": "64K", "tokens": "512K", "steps": 1} | options)
+    simulate(**defaults_of(simulate) | {"gpus": 16, "context": "64K", "tokens": "512K", "steps": 1} | options)
 
 
 def test_every_option_of_the_verb_is_explained():
@@ -150,6 +160,59 @@ def test_the_verb_shows_planners_side_by_side_and_writes_a_page(tmp_path: Path, 
     assert static[static.index("static_cp") + 2] == "1.00"
     assert any(row[-1] == "bytes" for row in rows if "dp_packing" in row)  # it exchanges nothing
     assert "simulated step" in (tmp_path / "run.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("cluster", "dtype", "in_header", "note"),
+    [
+        ("h100", "auto", "mixed", False),
+        ("h100", "bfloat16", "bfloat16", False),
+        ("h200", "float32", "float32", True),
+        ("profile", "auto", "float32", False),
+        ("profile", "mixed", "mixed", True),
+    ],
+)
+def test_memory_is_that_of_estimate(cluster, dtype, in_header, note, tmp_path: Path, monkeypatch, capsys):
+    """Tokens of a rank are those that fit by `estimate`, in each precision; plans are of no interest here."""
+    if cluster == "profile":
+        speed = replace(CPU_CORE, activation_bytes=4)
+        cluster = str(tmp_path / "profile.json")
+        Profile(speed, (), (), "wall", "a CPU", "gloo", 8, 8, 1, "float32", 2**37, 2**40, {}, {}).save(cluster)
+    shown: list[Any] = []
+    monkeypatch.setattr("hf_longctx.commands.estimate.memory_table", lambda results: shown.extend(results) or "")
+    estimate(
+        **defaults_of(estimate) | {"model": "llama-7b", "context": "16K", "gpus": 8, "device": cluster, "dtype": dtype}
+    )
+    capacities = {result.sharding: result.capacity for result in shown}
+    simulated: list[Run] = []
+
+    def play_nothing(choices: list[Run], *_: Any) -> tuple[list[Any], dict[str, ValueError]]:
+        simulated.extend(choices)
+        return [], {}
+
+    monkeypatch.setattr("hf_longctx.simulator.sweep.simulate_planners", play_nothing)
+    capsys.readouterr()
+    for sharding in ("zero1", "zero3"):
+        run_verb(
+            model="llama-7b", gpus=8, context="16K", cluster=cluster, dtype=dtype, sharding=sharding, recompute=True
+        )
+        printed = capsys.readouterr().out
+        assert f", {sharding}, dtype {in_header}\n" in printed
+        assert ("speeds and bytes sent are those of" in printed) == note
+        tokens = capacities[sharding]
+        assert simulated.pop().tokens_per_rank == (tokens // 256 * 256 or tokens) > 0
+
+
+def test_a_run_of_a_paper_is_in_its_precision():
+    """All in bfloat16, beside it Adam's float32 master and moments: 16 bytes of a weight in all."""
+    run = Run(LLAMA_7B, H100, 64, 2**17, sharding="zero3", recompute=True)
+    whole = MemoryModel.from_config(LLAMA_7B, sharding="zero3", world_size=64, checkpointing=True)
+    papers = {"weight_bytes": 2, "gradient_bytes": 2, "activation_bytes": 2, "optimizer_bytes": 12}
+    assert (
+        run.memory
+        == whole
+        == MemoryModel.from_config(LLAMA_7B, sharding="zero3", world_size=64, checkpointing=True, **papers)
+    )
 
 
 def test_the_verb_plays_schedules(capsys: pytest.CaptureFixture[str]):
@@ -180,7 +243,7 @@ def test_the_verb_takes_a_users_documents_and_machine(tmp_path: Path, capsys: py
     np.save(tmp_path / "lengths.npy", np.random.default_rng(0).integers(2, 3000, 500))
     speed = replace(CPU_CORE, activation_bytes=4)
     sizes: dict[str, int | str] = {}
-    profile = Profile(speed, (), (), "wall", "a CPU", "gloo", 4, 4, 1, "float32", 2**36, 2**38, sizes, {})
+    profile = Profile(speed, (), (), "wall", "a CPU", "gloo", 4, 4, 1, "float32", 2**37, 2**39, sizes, {})
     profile.save(tmp_path / "profile.json")
     run_verb(
         distribution=str(tmp_path / "lengths.npy"),
