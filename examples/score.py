@@ -14,7 +14,7 @@ from hf_longctx import Exchange, patch_model, prefill, score
 
 
 def main() -> list[float]:
-    state = PartialState()
+    state = PartialState(cpu=not torch.cuda.is_available())  # without a GPU, else, each process would be alone
     exchange = Exchange() if state.num_processes > 1 else None
     model = patch_model(stand_ins.model()).to(state.device)
     documents = stand_ins.documents(8, seed=2)["input_ids"]

@@ -26,12 +26,15 @@ the cache. Shapes: T tokens of this rank's shard, H hidden size, V vocabulary, H
 
 import hashlib
 import math
+import os
+import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_longctx.attention.exchange import Exchange
@@ -337,6 +340,12 @@ def _agreement(
     Then all ranks compare, also those whose check raised: nobody waits for a rank that has left. Raises ValueError on
     every rank if they differ; on a rank whose check raised, that error.
     """
+    if exchange is None and not dist.is_initialized() and (processes := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+        warnings.warn(
+            f"WORLD_SIZE says {processes} processes, and no process group was begun: {name} does all the work on this one, as on "
+            "each other. To share it: accelerate's PartialState(), on CPUs PartialState(cpu=True), and exchange=Exchange()",
+            stacklevel=5,
+        )
     stated = hashlib.blake2b(repr((name, settings)).encode(), digest_size=8)
     counts: list[int] = []
 

@@ -13,7 +13,7 @@ from accelerate.commands.launch import launch_command_parser
 from torch.distributed.run import get_args_parser
 
 from tests.builders.training_runs import fresh_accelerator_state
-from tests.worlds.launched import ROOT, accelerate_launch
+from tests.worlds.launched import ROOT, accelerate_launch, torchrun
 from tests.worlds.rank_pool import RankPool
 
 EXAMPLES = sorted(path for path in (ROOT / "examples").glob("*.py") if path.stem != "stand_ins")
@@ -62,6 +62,14 @@ def test_an_example_begins_with_the_commands_that_run_it(path: Path):
             program, script = words
             assert program == "python"
         assert ROOT / script == path
+
+
+@pytest.mark.processes
+def test_documents_are_split_by_the_command_that_scores_them():
+    """Only the first of several ranks prints; processes that did not find each other would all do so."""
+    ended = torchrun("examples/score.py", ACCELERATE_USE_CPU="false", CUDA_VISIBLE_DEVICES="")
+    assert ended.code == 0, ended.output
+    assert ended.output.count("perplexity") == 8, ended.output
 
 
 @pytest.mark.processes

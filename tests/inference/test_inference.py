@@ -43,6 +43,18 @@ def scored(families: list[str], documents: Any, **settings: Any) -> dict[str, li
         }
 
 
+def test_processes_that_have_not_met_are_told(monkeypatch: pytest.MonkeyPatch):
+    model = patch_model(tiny_llama())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    score(model, DOCUMENTS[:1])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.warns(
+        UserWarning, match=r"WORLD_SIZE says 2 processes, and no process group was begun: score does all"
+    ) as told:
+        score(model, DOCUMENTS[:1])
+    assert told[0].filename == __file__, "it names the caller's line"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("ranks", "settings"),
