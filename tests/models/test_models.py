@@ -238,7 +238,8 @@ def test_unknown_models_heads_and_settings_are_refused():
     wrapped = tiny_llama()
     wrapped.lm_head = torch.nn.Sequential(wrapped.lm_head)
     with pytest.raises(
-        ValueError, match=r"the output head is a Sequential.* removing lm_head from an adapter's target_modules"
+        ValueError,
+        match=r"the output head is a Sequential.* Valid: a torch.nn.Linear, or one with an adapter of PEFT's",
     ):
         patch_model(wrapped)
     with pytest.raises(ValueError, match="kernel='fast' is unknown; valid: auto"):

@@ -216,8 +216,8 @@ def _refuse_other_head(head: Any) -> None:
     if not isinstance(head, (torch.nn.Linear, Elsewhere)):
         raise ValueError(
             f"the output head is a {type(head).__name__}: the chunked loss multiplies with the weight of a torch.nn.Linear, and "
-            "what else a wrapper computes (an adapter, a quantised weight) would be lost. Leave the head as it is, for "
-            "instance by removing lm_head from an adapter's target_modules"
+            "what else a wrapper computes (a scale, a quantised weight) would be lost. Valid: a torch.nn.Linear, or one with an "
+            "adapter of PEFT's"
         )
     if isinstance(head, Elsewhere):
         return
