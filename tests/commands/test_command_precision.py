@@ -51,7 +51,8 @@ def test_profile_measures_the_faster_precision(rates, precision, measures, monke
         return SimpleNamespace(save=lambda path: None)
 
     monkeypatch.setattr(measuring, "profile_model", profile_model)
-    monkeypatch.setattr(verb, "show", lambda profile: None)
+    for judged in ("show", "refuse_meaningless"):  # what was measured
+        monkeypatch.setattr(verb, judged, lambda *profile: None)
     for asked in ([], ["--model", str(file_of(tmp_path))], ["--precision", "auto"], ["--precision", "bfloat16"]):
         shown = said_by(capsys, "profile", "--cpu", *asked, "--threads", "1", "--output", str(tmp_path / "p.json"))
         assert "is the faster one: a CPU with" in shown
