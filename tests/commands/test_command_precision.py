@@ -116,6 +116,7 @@ def test_all_models_of_a_command_compute_in_one_precision(
         tiny_llama(dtype).save_pretrained(name)
         if bf16 is not None:
             (Path(name) / "trainer_state.json").write_text(state_with(bf16=bf16))
+    capsys.readouterr()  # saving may have shown its progress
     chosen = inference_precision(names, "auto", CPU)
     assert (chosen.weights, chosen.autocast, len(asked)) == (weights, autocast, rates is not None)
     err = capsys.readouterr().err
