@@ -344,7 +344,7 @@ def _agreement(
         warnings.warn(
             f"WORLD_SIZE says {processes} processes, and no process group was begun: {name} does all the work on this one, as on "
             "each other. To share it: accelerate's PartialState(), on CPUs PartialState(cpu=True), and exchange=Exchange()",
-            stacklevel=5,
+            stacklevel=4,
         )
     stated = hashlib.blake2b(repr((name, settings)).encode(), digest_size=8)
     counts: list[int] = []
