@@ -18,6 +18,7 @@ from hf_longctx.cli import main
 from hf_longctx.config import Config, ConfigError, load_config
 from hf_longctx.settings import DataConfig, LongctxConfig, LoraSection, ModelConfig, RopeScalingSection
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.settings.random_init import check_random_init
 from tests.builders.config_files import CONFIGS, ROOT, VALID
 from tests.builders.training_runs import fresh_accelerator_state
 
@@ -232,6 +233,26 @@ def test_a_random_model_of_impossible_sizes_is_refused(tmp_path, sizes, part):
     (line,) = message_of(write(tmp_path, VALID), f"model={{random_init: {sizes}}}")
     assert "model.random_init: " in line
     assert part in line
+
+
+@pytest.mark.parametrize(
+    "model_type", ["mamba", "rwkv", "gemma3", "gemma4_text", "qwen3_5", "dots3_note_text", "reformer", "musicgen"]
+)
+def test_models_without_heads_or_with_others_in_each_layer_have_no_impossible_sizes(model_type: str):
+    """Those of no attention, of a language model inside of another model, and of layers that differ."""
+    problems: list[tuple[str, str]] = []
+    check_random_init({"model_type": model_type}, lambda *problem: problems.append(problem), lambda key, *_: key)
+    assert problems == []
+
+
+def test_a_type_without_default_sizes_is_refused_in_transformers_words():
+    problems: list[tuple[str, str]] = []
+    check_random_init(
+        {"model_type": "gemma4_assistant"}, lambda *problem: problems.append(problem), lambda key, *_: key
+    )
+    [(key, rule)] = problems
+    assert key == ""
+    assert rule.startswith("transformers refuses it: ")
 
 
 def test_adapters_and_scaling_are_read(tmp_path):

@@ -24,13 +24,13 @@ def check_random_init(
         problem("model_type", reason)
         return
     kind = CONFIG_MAPPING[str(model_type)]
-    valid = kind().to_dict()
-    misspelt = [str(key) for key in values if key not in valid]
-    for key in misspelt:
-        problem(key, unknown(key, valid, f"transformers' {model_type} configuration"))
-    if misspelt:
-        return
     try:
+        valid = kind().to_dict()
+        misspelt = [str(key) for key in values if key not in valid]
+        for key in misspelt:
+            problem(key, unknown(key, valid, f"transformers' {model_type} configuration"))
+        if misspelt:
+            return
         config = kind(**{key: value for key, value in values.items() if key != "model_type"})
     except Exception as error:  # transformers' checks raise many kinds
         problem("", f"transformers refuses it: {' '.join(str(error).split())}")
@@ -40,20 +40,28 @@ def check_random_init(
 
 
 def _impossible_sizes(config: Any) -> Iterator[str]:
-    """Yield what transformers lets pass and no model can be made of, or run."""
+    """Yield what transformers lets pass and no model can be made of, or run. A family without attention has no heads, and one
+    whose layers differ no number of them."""
+    text = config.get_text_config(decoder=True)  # of a model that reads images or sound too, the language model
 
-    def size(name: str) -> int:
-        return getattr(config, name, None) or 0
+    def size(name: str) -> int | None:
+        try:
+            value = getattr(text, name, None)
+        except RuntimeError:  # transformers': layers differ
+            return None
+        return value if isinstance(value, int) else None
 
     for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"):
-        if hasattr(config, name) and size(name) < 1:
-            yield f"{name} must be at least 1, got {size(name)}"
+        if (value := size(name)) is not None and value < 1:
+            yield f"{name} must be at least 1, got {value}"
             return
-    heads, kv_heads = size("num_attention_heads"), size("num_key_value_heads")
-    if not size("head_dim") and size("hidden_size") % heads:
-        whole, rest = divmod(size("hidden_size"), heads)
-        yield f"hidden_size must be a multiple of num_attention_heads: {size('hidden_size')} = {whole} * {heads} + {rest}"
-    if kv_heads and heads % kv_heads:
+    heads, kv_heads, hidden = map(size, ("num_attention_heads", "num_key_value_heads", "hidden_size"))
+    own_size = size("head_dim") or size("attention_head_size")
+    if heads and hidden and not own_size and hidden % heads:
+        whole, rest = divmod(hidden, heads)
+        yield f"hidden_size must be a multiple of num_attention_heads: {hidden} = {whole} * {heads} + {rest}"
+    if heads and kv_heads and heads % kv_heads:
         yield f"num_key_value_heads={kv_heads} must divide num_attention_heads={heads}"
-    if size("num_local_experts") and size("num_experts_per_tok") > size("num_local_experts"):
-        yield f"num_experts_per_tok={config.num_experts_per_tok} is more than num_local_experts={config.num_local_experts}"
+    experts, chosen = map(size, ("num_local_experts", "num_experts_per_tok"))
+    if experts and chosen and chosen > experts:
+        yield f"num_experts_per_tok={chosen} is more than num_local_experts={experts}"
