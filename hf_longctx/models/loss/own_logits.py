@@ -151,7 +151,7 @@ class _InFloat32(torch.autograd.Function):
 
 
 class _StoodFor(torch.autograd.Function):
-    """What `_InFloat32` gave, and the weight that it stands for -> the weight."""
+    """The tensor that `_InFloat32` gave, and the weight that it stands for -> the weight."""
 
     @staticmethod
     def forward(ctx: Any, stand_in: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -163,10 +163,10 @@ class _StoodFor(torch.autograd.Function):
 
 
 def head_summed_in_float32(model: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """The output head, the gradient of whose weight is summed over calls in float32; None where the head itself does as well: it
-    is no plain matrix in half precision, or not trained."""
-    head = model.get_output_embeddings()
-    if type(head) is not torch.nn.Linear or head._forward_hooks or head._forward_pre_hooks:
+    """Return the output head, [t, H] -> [t, V], with the gradient of its weight summed over calls in float32; None where the head
+    itself does as well, being no plain matrix in half precision, or not trained, or where something else runs with it."""
+    head = None if is_own_base(model) else model.get_output_embeddings()
+    if type(head) is not torch.nn.Linear or "forward" in vars(head) or head._forward_hooks or head._forward_pre_hooks:
         return None
     weight = head.weight
     if type(weight) is not torch.nn.Parameter or weight.dtype.itemsize > 2 or not weight.requires_grad:

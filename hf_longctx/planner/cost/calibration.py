@@ -106,9 +106,9 @@ def _with_attention(theta: np.ndarray, counts: Sequence[_Counts], seconds: np.nd
     """Return the fitted `theta` [terms] with seconds of attention that no point was long enough to show: as products suggest, and
     at most what a point took in all."""
     attention, linear = TERMS.index("attention"), TERMS.index("linear")
-    if theta[attention] * preset.attention_flops * FASTEST > 1 + 1e-6:
-        return theta
     pairs = np.array([count.attention[:, attention].sum() for count in counts])
+    if not pairs.any() or theta[attention] * preset.attention_flops * FASTEST > 1 + 1e-6:
+        return theta
     suggested = theta[linear] * preset.linear_flops / preset.attention_flops
     most = (seconds[pairs > 0] / pairs[pairs > 0]).min()
     return np.where(np.arange(len(TERMS)) == attention, max(theta[attention], min(suggested, most)), theta)

@@ -75,8 +75,9 @@ def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPI
         return 1.0
     sizes = ModelSizes.of(config, 1)
     layers = stage_layers(config, stages * virtual, length)
-    of_layer = [layer.parameters for layer in sizes.counted.layers] if sizes.counted is not None else []
-    of_layer = of_layer or [sizes.layer_parameters] * sizes.layers
+    of_layer = [sizes.layer_parameters] * sizes.layers
+    if sizes.counted is not None:
+        of_layer = [layer.parameters for layer in sizes.counted.layers]
     per_device = [
         sum(of_layer[index] for stage in layers[device::stages] for index in stage) for device in range(stages)
     ]

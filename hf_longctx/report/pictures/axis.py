@@ -16,7 +16,7 @@ MOST_PLACES = 5
 LEAST_SPAN = 1e-9
 """Values that differ by a smaller share of themselves are marked as one: no round numbers lie between them."""
 LEAST_VALUE = 1e-300
-"""What is smaller is marked as zero."""
+"""The least number that is not marked as zero."""
 MOST_DECIMALS = 4
 """A smaller step is written with a power of ten."""
 

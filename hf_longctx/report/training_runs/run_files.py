@@ -56,7 +56,7 @@ class Evaluation(Anything):
 
 
 class _Logged(Anything):
-    """What was logged at once."""
+    """Measurements that were logged at once."""
 
     step: StrictInt = 0
 

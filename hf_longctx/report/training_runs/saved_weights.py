@@ -10,9 +10,9 @@ import json
 from pathlib import Path
 
 NAMES = ("model*.safetensors", "adapter_model*.safetensors")
-"""What files of weights are called, as transformers and PEFT save them."""
+"""Names of the files of weights that transformers and PEFT save."""
 SAMPLED_BYTES = 4096
-"""Of each weight."""
+"""Bytes of each weight that are hashed, from its first."""
 LENGTH_BYTES = 8
 """Bytes at the beginning of a file that say how long its header is."""
 

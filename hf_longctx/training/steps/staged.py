@@ -214,7 +214,8 @@ class StagedSteps:
             if isinstance(weight, DTensor) and isinstance(gradient, DTensor):
                 # The first stage looks it up and has its gradient whole, the last in parts.
                 weight.grad = gradient = gradient.redistribute(placements=weight.placements)
-            mine = local_part(gradient).contiguous().to(self._links.torch_device)  # it may wait in host memory
+            own = local_part(gradient)
+            mine = own.contiguous().to(self._links.torch_device)  # it may wait in host memory
             first, *_, last = next(line for line in self._world.pipelines if dist.get_rank() in line)
             other = last if self._place == 0 else first
             theirs = torch.empty_like(mine)
@@ -224,7 +225,7 @@ class StagedSteps:
             ]
             for work in dist.batch_isend_irecv(operations):
                 work.wait()
-            local_part(gradient).add_(theirs.to(gradient.device))
+            own.add_(theirs.to(own.device))
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor:
         """Return the norm of the gradients of the whole model, and clip them to `maximum` in place."""

@@ -80,6 +80,14 @@ def test_attention_that_is_too_short_to_be_seen_is_as_much_faster_as_products_ar
     assert (true_seconds(points, speed) < 2.01 * seconds).all(), "a measured time is no shorter than its attention"
 
 
+@pytest.mark.parametrize("beside_host", [False, True])
+def test_models_without_attention_leave_its_speed_as_the_preset_has_it(beside_host: bool):
+    config = AutoConfig.for_model("mamba", vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    points = shapes(1)[:-2]
+    speed = fit_speed(timed(points, true_seconds(points)), config, PRESET, beside_host=beside_host)
+    assert speed.attention_flops == PRESET.attention_flops
+
+
 @pytest.mark.parametrize("launch", [0.0, 2e-3, 8e-3])
 def test_what_a_host_takes_to_start_kernels_is_told_from_what_a_gpu_computes(launch):
     """On an H200 a sum of terms gave products no time, and steps took 1.36 times as long as predicted: of lengths up to 4,096
