@@ -161,6 +161,11 @@ def _checkpointing(request: Request) -> Iterator[Problem]:
     args = request.args
     checkpoints = _checkpoints(args)
     settings: Any = next(filter(None, (getattr(args, f"{name}_kwargs", None) for name in CHECKPOINTING)), {})
+    if checkpoints and getattr(request.model, "supports_gradient_checkpointing", None) is False:
+        yield (
+            "gradient_checkpointing",
+            f"True: {type(request.model).__name__} has no layers that transformers can compute again; valid: False",
+        )
     if checkpoints and _is_reentrant(settings):
         yield (
             "gradient_checkpointing_kwargs",

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset, DatasetDict
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.cli import main
@@ -195,6 +196,15 @@ def test_what_needs_more_ranks_or_a_model_is_refused_as_soon_as_it_is_known():
     assert not problems(Request(stated({}), three))
     ((key, rule),) = problems(Request(stated({}), three, tiny_llama()))
     assert (key, "Valid degrees: [1, 2, 4]" in rule) == ("ulysses_degree", True)
+
+
+def test_models_whose_layers_cannot_be_computed_again_refuse_checkpointing():
+    config = AutoConfig.for_model("openai-gpt", vocab_size=32, n_embd=16, n_layer=1, n_head=2, n_positions=8)
+    model, plugin = AutoModelForCausalLM.from_config(config), LongContextPlugin(capacity=8)
+    assert not problems(Request(stated({}), plugin, model))
+    ((key, rule),) = problems(Request(stated({"gradient_checkpointing": True}), plugin, model))
+    assert (key, "OpenAIGPTLMHeadModel has no layers" in rule) == ("gradient_checkpointing", True)
+    assert not problems(Request(stated({"gradient_checkpointing": True}), plugin, tiny_llama()))
 
 
 def test_mistakes_of_the_sections_hide_none_of_training_s(file: Path):
