@@ -46,7 +46,7 @@ class Simulated:
 def simulate(
     axes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[AXIS=VALUES]...", help="Add axes to --sweep.", show_default=False),
+        typer.Argument(metavar="[AXIS=VALUES]...", hidden=True),
     ] = None,
     model: Annotated[
         str,
@@ -85,7 +85,7 @@ def simulate(
     split: Annotated[str, typer.Option(help="Read this split of a data set.")] = "train",
     text_column: Annotated[str | None, typer.Option(help="Read texts from this column. By default text.")] = None,
     sweep: Annotated[
-        list[str] | None, typer.Option(metavar="AXIS=VALUES", help="Vary gpus=256,512 or context=256K,2M; repeatable.")
+        list[str] | None, typer.Option(metavar="AXIS=VALUES", help="Vary gpus=256,512 or context=256K,2M, or both.")
     ] = None,
     output: Annotated[
         Path | None,
