@@ -125,6 +125,8 @@ class StageInput:
     """[1, T, H], in the others"""
     router: bool = False
     """whether the routers' logits are wanted"""
+    waits: bool = False
+    """whether other forwards of the last stage run before this one's backward (models/loss/cross_entropy.py)"""
 
 
 @dataclass(frozen=True)
@@ -432,7 +434,13 @@ def stage_forward(
     observe = None if loss_by_length is None else loss_by_length.observer(layout, rank, doc_lengths)
     observe_logits = None if token_metrics is None else token_metrics.observe
     cross_entropy = loss_of_hidden(
-        model, base.norm(hidden), shift_labels, label_rows=label_rows, observe=observe, observe_logits=observe_logits
+        model,
+        base.norm(hidden),
+        shift_labels,
+        label_rows=label_rows,
+        observe=observe,
+        observe_logits=observe_logits,
+        waits=stage.waits,
     )
     return StageOutput(None, cross_entropy / num_items_in_batch, tuple(router_logits))
 

@@ -79,9 +79,11 @@ class HeadForward:
         observe: Callable[[torch.Tensor, torch.Tensor], None] | None = None,
         label_rows: torch.Tensor | None = None,
         observe_logits: ObserveLogits | None = None,
+        waits: bool = False,
     ) -> torch.Tensor:
         """hidden [B, T, H] -> [B, T, V]; with labels [1, T] (B is 1): a scalar, `observe` sees every loss in it, and
-        `observe_logits` every chunk of logits. `label_rows` [n]: the rows with a label, where they are known."""
+        `observe_logits` every chunk of logits. `label_rows` [n]: the rows with a label, where they are known; `waits`
+        as cross_entropy.py has it."""
         head = self._head
         if not torch.is_autocast_enabled(hidden.device.type):
             # A Mamba's residual stream is wider than its weights, as its class knows.
@@ -90,7 +92,7 @@ class HeadForward:
             weight, part = _own_part(head.weight)
             bias, _ = _own_part(head.bias)
             return chunked_cross_entropy(
-                *(hidden[0], weight, labels[0], bias, chunk_tokens, part, observe, label_rows, observe_logits)
+                *(hidden[0], weight, labels[0], bias, chunk_tokens, part, observe, label_rows, observe_logits, waits)
             )
         return type(head).forward(head, hidden) if self._before is None else self._before(hidden)
 
@@ -192,6 +194,7 @@ def loss_of_hidden(
     label_rows: torch.Tensor | None,
     observe: Callable[[torch.Tensor, torch.Tensor], None] | None,
     observe_logits: ObserveLogits | None,
+    waits: bool = False,
 ) -> torch.Tensor:
     """Sum the cross-entropies of a patched model's logits for hidden states [1, T, H] of its base model, a chunk of rows at a
     time: its head's logits, or its class's own where these are more.
@@ -205,7 +208,7 @@ def loss_of_hidden(
     head = model.get_output_embeddings()
     observers = {"observe": observe, "observe_logits": observe_logits}
     cross_entropy: torch.Tensor = head(
-        hidden, labels=shift_labels, chunk_tokens=rows, label_rows=label_rows, **observers
+        hidden, labels=shift_labels, chunk_tokens=rows, label_rows=label_rows, waits=waits, **observers
     )
     if cross_entropy.dim():
         raise ValueError(

@@ -130,7 +130,9 @@ class StepOfDevice:
             micro_batch = self._units[task.unit]
             with self._explained(micro_batch), torch.set_grad_enabled(learn):
                 if task.kind == FORWARD:
-                    self._forward(task, micro_batch, learn)
+                    next_one = tasks[at] if at < len(tasks) else task
+                    at_once = (next_one.kind, next_one.unit, next_one.stage) == (BACKWARD, task.unit, task.stage)
+                    self._forward(task, micro_batch, learn, waits=not at_once)
                 elif task.kind == BACKWARD:
                     self.progress.begin_backward()
                     self._backward(task)
@@ -213,7 +215,7 @@ class StepOfDevice:
 
     # Tasks
 
-    def _forward(self, task: Task, micro_batch: MicroBatch, learn: bool) -> None:
+    def _forward(self, task: Task, micro_batch: MicroBatch, learn: bool, waits: bool) -> None:
         micro_batch = micro_batch.to(self.device)
         number, layout = task.unit[0], micro_batch.layout
         received, counts = None, None
@@ -245,6 +247,7 @@ class StepOfDevice:
                     micro_batch.input_ids if task.stage == 0 else None,
                     received,
                     router=bool(self.router_coefficient),
+                    waits=waits,
                 ),
                 **arguments,
             )

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.models.loss.cross_entropy import VocabularySlice, chunked_cross_entropy
-from tests.builders.largest_tensor import LargestTensor
+from tests.builders.largest_tensor import LargestTensor, MadeTensors
 from tests.worlds.rank_pool import RankPool
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50
@@ -50,6 +50,30 @@ def test_rows_that_are_known_give_the_same_bits(chunk: int, labels: torch.Tensor
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("labels", [SOME, NOTHING], ids=["some", "nothing"])
+@pytest.mark.parametrize("kind", ["float32", "float16", "autocast"])
+def test_a_gradient_that_waits_for_backward_has_the_same_bits(labels: torch.Tensor, kind: str):
+    leaves = inputs(torch.float16 if kind == "float16" else torch.float32, bias=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"):
+        at_once, later = (
+            chunked_cross_entropy(leaves[0], leaves[1], labels, leaves[2], 10, waits=waits) for waits in (False, True)
+        )
+    assert torch.equal(at_once, later)
+    for one, other in zip(torch.autograd.grad(0.25 * at_once, leaves), torch.autograd.grad(0.25 * later, leaves)):
+        assert torch.equal(one, other)
+        assert one.dtype == other.dtype == leaves[0].dtype
+
+
+def test_losses_that_wait_keep_no_gradient_of_the_head():
+    """A pipeline's last stage runs many chunks of a document forward before their backwards."""
+    hidden, weight = inputs(torch.float32, bias=False)
+    for waits, expected in ((False, 4), (True, 0)):
+        with MadeTensors() as made:
+            losses = [chunked_cross_entropy(hidden, weight, SOME, chunk_tokens=2, waits=waits) for _ in range(4)]
+        assert made.alive(weight) == expected
+        torch.stack(losses).sum().backward()
+
+
 @pytest.mark.parametrize("wrong", [[], [1], [0, 2], [1, 3]], ids=["none", "too few", "one without", "one forgotten"])
 def test_rows_that_are_not_those_with_a_label_are_refused(wrong: list[int]):
     leaves = inputs(torch.float32, bias=False)
@@ -70,7 +94,12 @@ def over_ranks(vocabulary: int, chunk: int) -> tuple[torch.Tensor, list[torch.Te
     loss = chunked_cross_entropy(
         leaves[0], leaves[1], labels, leaves[2], chunk, VocabularySlice(first, dist.group.WORLD)
     )
-    return loss.detach(), [gradient.detach() for gradient in torch.autograd.grad(0.25 * loss, leaves)], first
+    gradients = torch.autograd.grad(0.25 * loss, leaves)
+    later = chunked_cross_entropy(
+        leaves[0], leaves[1], labels, leaves[2], chunk, VocabularySlice(first, dist.group.WORLD), waits=True
+    )
+    assert all(map(torch.equal, gradients, torch.autograd.grad(0.25 * later, leaves)))
+    return loss.detach(), [gradient.detach() for gradient in gradients], first
 
 
 @pytest.mark.parametrize("vocabulary", [VOCABULARY, 9, 3], ids=["even", "one rank with less", "one with nothing"])
