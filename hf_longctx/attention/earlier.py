@@ -44,7 +44,7 @@ class EarlierChunks:
         """
         learns = k.requires_grad or v.requires_grad  # an adapter may be on one of them alone
         if (layer, before) not in self._kept:
-            self._kept[layer, before] = (k.detach().requires_grad_(learns), v.detach().requires_grad_(learns))
+            self._kept[layer, before] = (_alone(k).requires_grad_(learns), _alone(v).requires_grad_(learns))
             for place, leaf in enumerate(self._kept[layer, before] if learns else ()):
                 leaf.register_post_accumulate_grad_hook(functools.partial(self._add, (layer, before, place)))
         if learns and not self._kept[layer, before][0].requires_grad:
@@ -52,6 +52,20 @@ class EarlierChunks:
                 f"layer {layer} ran without gradients first, so what later chunks find for its keys would be lost. Valid: "
                 "activation checkpointing with use_reentrant=False"
             )
+        earlier = self._before(layer, before)
+        if learns:
+            k, v = _Joined.apply(k, v, self, (layer, before))
+        return _joined([(k, v), *earlier])
+
+    def again(self, layer: int, before: int) -> Pair:
+        """What `extend` returned for a chunk, until its backward has run: joined anew, as attention that kept it would keep the
+        keys of all chunks before it once for each chunk."""
+        pieces = [self._kept[layer, before], *self._before(layer, before)]
+        return _joined([(k.detach(), v.detach()) for k, v in pieces])
+
+    def _before(self, layer: int, before: int) -> list[Pair]:
+        """Keys and values of the chunks before the one that `before` tokens precede, first chunk first. Raises RuntimeError if
+        one has not run."""
         at, earlier = 0, list[Pair]()
         while at < before:
             if (layer, at) not in self._kept:
@@ -60,9 +74,7 @@ class EarlierChunks:
                 )
             earlier.append(self._kept[layer, at])
             at += len(earlier[-1][0])
-        if learns:
-            k, v = _Joined.apply(k, v, self, (layer, before))
-        return torch.cat([k, *(k for k, _ in earlier)]), torch.cat([v, *(v for _, v in earlier)])
+        return earlier
 
     def _add(self, key: tuple[int, int, int], leaf: torch.Tensor) -> None:
         """Take the gradient of a leaf: in bfloat16, a sum over many chunks would lose what is small."""
@@ -77,6 +89,17 @@ class EarlierChunks:
         """Return what later chunks found for keys and values, which are then no longer kept."""
         del self._kept[key]
         return self._found.pop((*key, 0), None), self._found.pop((*key, 1), None)
+
+
+def _joined(pairs: list[Pair]) -> Pair:
+    keys, values = zip(*pairs)
+    return torch.cat(keys), torch.cat(values)
+
+
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """x without its graph, and without what else lies in its memory, such as queries of the same product."""
+    x = x.detach()
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
 class _Joined(torch.autograd.Function):

@@ -13,6 +13,7 @@ What is kept for backward is q, k, v, out and lse, of this rank's rows or of its
 with `keep` it keeps what attention computed and received, and only projections are recomputed.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,6 +41,9 @@ from hf_longctx.attention.ulysses import (
 from hf_longctx.layouts.exchange_schedule import Schedule, schedule
 from hf_longctx.layouts.layout import Layout, LayoutError
 
+Rebuild = Callable[[], tuple[torch.Tensor, torch.Tensor]]
+"""Returns keys [T + C, Hkv, D] and values [T + C, Hkv, Dv]."""
+
 
 def layout_attention(
     q: torch.Tensor,
@@ -57,6 +61,7 @@ def layout_attention(
     kernel: str = "auto",
     keep_last_slice: bool = False,
     keep: KeptAttention | None = None,
+    again: Rebuild | None = None,
 ) -> torch.Tensor:
     """Causal attention within each document of a layout. Every rank of the layout calls this, in the same order of
     layouts.
@@ -81,6 +86,8 @@ def layout_attention(
         keep_last_slice: also keep the slice of keys and values received last, which then does not travel again in
             backward: one exchange less, for up to as much memory as this rank's keys and values take.
         keep: where the first call puts its results, and the second (a recomputation with the same tensors) finds them.
+        again: returns k and v once more, bit for bit. Backward then asks for them, and they are not kept until it does; with
+            Ulysses, heads of them are.
 
     Returns:
         [T, Hq, Dv] in q's dtype: exactly (up to rounding) what one process computes over each whole document.
@@ -99,7 +106,8 @@ def layout_attention(
     _check_shard(q, k, v, layout, exchange, rank)
     _check_scores(q, softcap, sinks, alibi_slopes)
     if chunk is not None:
-        k, v = (rows_in_chunks(x, layout, rank, chunk) for x in (k, v))
+        cut = functools.partial(rows_in_chunks, layout=layout, rank=rank, chunk=chunk)
+        k, v, again = cut(k), cut(v), _rebuilt(again, cut)
         layout = in_chunks(layout, chunk)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     slopes = None if alibi_slopes is None else on_device(alibi_slopes.to(accumulation_dtype(q.dtype)), q.device)
@@ -123,7 +131,8 @@ def layout_attention(
             ("sorted", rank),
             direct.order,
             (q, k, v),
-            lambda *qkv: _Direct.apply(*qkv, sinks, direct, call, keep),
+            lambda *qkv, again: _Direct.apply(*qkv, sinks, direct, call, keep, again),
+            again,
         )
     outer = scheduled(group.outer)
     whole = scheduled(group.whole) if group.whole else None
@@ -132,7 +141,7 @@ def layout_attention(
         ("split first", rank),
         group.order,
         (q, k, v),
-        lambda *qkv: _Ulysses.apply(*qkv, sinks, group, heads, outer, whole, call, keep),
+        lambda *qkv, **_: _Ulysses.apply(*qkv, sinks, group, heads, outer, whole, call, keep),
     )
 
 
@@ -197,18 +206,33 @@ def _in_order(
     order: np.ndarray | None,
     tensors: tuple[torch.Tensor, ...],
     attention: Callable[..., torch.Tensor],
+    again: Rebuild | None = None,
 ) -> torch.Tensor:
     """Runs `attention` on rows in the given order (memory rows; None: as they are), and returns its rows to memory order.
 
     The order is brought to the device once for each layout; it is kept there by this name.
     """
     if order is None:
-        return attention(*tensors)
+        return attention(*tensors, again=again)
     place = (*key, tensors[0].device)
     if place not in layout.derived:
         layout.derived[place] = tuple(on_device(rows, tensors[0].device) for rows in (order, np.argsort(order)))
     rows, back = layout.derived[place]
-    return _Permuted.apply(attention(*(_Permuted.apply(x, rows, back) for x in tensors)), back, rows)
+    ordered = (_Permuted.apply(x, rows, back) for x in tensors)
+    return _Permuted.apply(attention(*ordered, again=_rebuilt(again, lambda x: x[rows])), back, rows)
+
+
+def _rebuilt(again: Rebuild | None, change: Callable[[torch.Tensor], torch.Tensor]) -> Rebuild | None:
+    """Return what rebuilds keys and values that were changed so; None where nothing does."""
+    if again is None:
+        return None
+    unchanged = again
+
+    def rebuild() -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = unchanged()
+        return change(k), change(v)
+
+    return rebuild
 
 
 class _Permuted(torch.autograd.Function):
@@ -229,24 +253,36 @@ class _Direct(torch.autograd.Function):
     """q [T, Hq, D], k [T, Hkv, D], v [T, Hkv, Dv] in the order of the schedule, sinks [Hq] or None -> out [T, Hq, Dv]."""
 
     @staticmethod
-    def forward(ctx, q, k, v, sinks: torch.Tensor | None, schedule: Schedule, call: Call, keep: KeptAttention | None):
+    def forward(
+        ctx,
+        q,
+        k,
+        v,
+        sinks: torch.Tensor | None,
+        schedule: Schedule,
+        call: Call,
+        keep: KeptAttention | None,
+        again: Rebuild | None,
+    ):
         def compute() -> Tensors:
             out, lse, kept = attend(q, k, v, schedule, call, sinks)
             return out, lse, *kept
 
         out, *saved = compute() if keep is None else keep.once(compute)
-        ctx.save_for_backward(q, k, v, sinks, out, *saved)
-        ctx.run = (schedule, call)
+        ctx.save_for_backward(q, *((k, v) if again is None else (None, None)), sinks, out, *saved)
+        ctx.run, ctx.again = (schedule, call), again
         return out
 
     @staticmethod
     def backward(ctx, grad_out):
         _refuse_second_derivatives()
         q, k, v, sinks, out, lse, *kept = ctx.saved_tensors
+        if ctx.again is not None:
+            k, v = ctx.again()
         grad_out = grad_out.contiguous()  # kernels read it once a block; a sum's gradient is one number, expanded
         grads = gradients(grad_out, q, k, v, out, lse, kept, *ctx.run)
         grad_sinks = sink_gradient(grad_out, out, lse, sinks) if ctx.needs_input_grad[3] else None
-        return *(gradient.to(grad_out.dtype) for gradient in grads), grad_sinks, None, None, None
+        return *(gradient.to(grad_out.dtype) for gradient in grads), grad_sinks, None, None, None, None
 
 
 class _Ulysses(torch.autograd.Function):

@@ -14,6 +14,7 @@ In each, the layout is an argument of every decoder layer, so that it survives t
 Shapes: B sequences, T tokens, Hq and Hkv heads, D head dimension of queries and keys, Dv of values.
 """
 
+import functools
 import inspect
 import sys
 from typing import Any
@@ -239,10 +240,11 @@ def _over_layout(
         q, k, v = (x.to(torch.get_autocast_dtype(q.device.type)) for x in (q, k, v))
     if call.collect is not None:
         call.collect.of_layer[module.layer_idx] = (k, v)
+    again = None
     if call.earlier is not None:
-        k, v = call.earlier.extend(
-            module.layer_idx, call.layout.context_tokens(own_rank(call.layout, call.exchange)), k, v
-        )
+        before = call.layout.context_tokens(own_rank(call.layout, call.exchange))
+        k, v = call.earlier.extend(module.layer_idx, before, k, v)
+        again = functools.partial(call.earlier.again, module.layer_idx, before)
     out = layout_attention(
         q,
         k,
@@ -252,6 +254,7 @@ def _over_layout(
         kernel=call.kernel,
         keep_last_slice=call.keep_last_slice,
         keep=call.keep_attention,
+        again=again,
         **{name: feature for name, feature in features.items() if feature is not None},
     )
     return out.unsqueeze(0), None

@@ -1,6 +1,7 @@
 """A document run chunk by chunk gives what it gives whole, forward and backward, on any number of ranks."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -30,9 +31,14 @@ def run_chunks(
     earlier = EarlierChunks()
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layout: Layout) -> torch.Tensor:
-        k, v = earlier.extend(0, layout.context_tokens(rank), 2 * k, v)
+        before = layout.context_tokens(rank)
+        k, v = earlier.extend(0, before, 2 * k, v)
         return layout_attention(
-            q, k, v, layout, exchange, window=kind.window, alibi_slopes=kind.slopes(), keep_last_slice=keep
+            *(q, k, v, layout, exchange),
+            window=kind.window,
+            alibi_slopes=kind.slopes(),
+            keep_last_slice=keep,
+            again=partial(earlier.again, 0, before),
         )
 
     ran = []
@@ -92,6 +98,35 @@ def test_adapters_on_some_projections_learn_from_all_chunks(learns: tuple[bool, 
             torch.testing.assert_close(x.grad, right, rtol=1e-10, atol=1e-10)
         else:
             assert x.grad is None
+
+
+@pytest.mark.parametrize("chunk", [None, 16])
+def test_keys_of_a_document_are_kept_once(chunk: int | None):
+    """Not once more for each chunk that attends to them, and not with queries whose memory they share."""
+    tokens, heads, width = 64, 2, 8
+    earlier, kept, outs = EarlierChunks(), {}, []
+
+    def keep(x: torch.Tensor) -> torch.Tensor:
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage()  # held, so that no address comes twice
+        return x
+
+    for layout in chunked(0, tokens, (0,), 8):
+        before = layout.context_tokens(0)
+        fused = torch.randn(layout.tokens(0), 3 * heads, width, requires_grad=True)
+        q, k, v = (fused * 1).split(heads, dim=1)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            joined = earlier.extend(0, before, k, v)
+            again = partial(earlier.again, 0, before)
+            outs.append(layout_attention(q.clone(), *joined, layout, chunk=chunk, again=again))
+        del q, k, v, joined
+    for pair in earlier._kept.values():
+        for x in pair:
+            keep(x.detach())
+    row = 4 * heads * width
+    lse = 4 * heads
+    assert sum(storage.nbytes() for storage in kept.values()) == tokens * (4 * row + lse)  # q, k, v, out
+    for out in reversed(outs):
+        out.sum().backward()
 
 
 def test_without_gradients_chunks_are_kept_too():
