@@ -70,12 +70,12 @@ def test_the_first_device_keeps_more_than_all_layers_of_a_micro_batch():
     """It has more layers than others, since the last one has the head too, and as many micro-batches as there are stages."""
     config = tiny_llama(num_hidden_layers=8, vocab_size=3000).config
     assert [len(stage) for stage in stage_layers(config, 4, 512)] == [3, 2, 2, 1]
-    assert most_in_flight(config, 4, 1, 512) == (4, 4 * 3)
-    assert most_in_flight(config, 2, 2, 512) == (3, 13)  # 5 halves of 3 + 2 layers on the first device
-    assert most_in_flight(config, 1) == (1, 0)
+    assert most_in_flight(config, 4, 1, 512) == (4, 4 * 3, 3)
+    assert most_in_flight(config, 2, 2, 512) == (3, 13, 3)  # 5 halves of 3 + 2 layers on the first device
+    assert most_in_flight(config, 1) == (1, 0, 0)
     whole = MemoryModel.from_config(config, checkpointing=True)
-    device = whole.in_stages(1.0, 4, 12)
-    assert device.token == 4 * whole.base_token + 12 * whole.checkpoint_token
+    device = whole.in_stages(1.0, 4, 12, 3)
+    assert device.token == 4 * whole.base_token + 12 * (whole.checkpoint_token + whole.keys_token)
     assert whole.token == whole.base_token + 8 * whole.checkpoint_token
 
 

@@ -103,6 +103,10 @@ class MemoryModel:
     """Per token, during the loss: hidden states and their gradient."""
     last_norm_token: int
     """Per token, what backward through the last norm adds."""
+    keys_token: int
+    """Per token, keys and values of one layer."""
+    key_sums_token: int
+    """Per token, the float32 sums of gradients of one layer's keys and values."""
     exchange: int
     """Per token, where documents lie on several ranks: buffers of received keys and values in use and in flight, of what is
     sent, and of float32 gradients of a slice summed, sent and received. The exchange keeps them (attention/buffers.py)."""
@@ -121,18 +125,21 @@ class MemoryModel:
     """Micro-batches between forward and backward, at most."""
     layers_in_flight: int = 0
     """Layers whose activations they keep together, at most; 0: `layers`, each once."""
+    layers_in_chunks: int = 0
+    """Layers of one stage of a pipeline, at most, which documents pass in chunks (attention/earlier.py); 0: no pipeline."""
 
-    def in_stages(self, share: float, in_flight: int, layers_in_flight: int) -> MemoryModel:
+    def in_stages(self, share: float, in_flight: int, layers_in_flight: int, layers_in_chunks: int) -> MemoryModel:
         """Return the model of a device of a pipeline that has the most of everything, which no one device may have.
 
         Args:
             share: of the weights (fullest_share of planner/stages/stage_layers.py).
-            in_flight, layers_in_flight: as `most_in_flight` there counts them.
+            in_flight, layers_in_flight, layers_in_chunks: as `most_in_flight` there counts them.
         """
         weights = ("weights", "head_weights", "first_weights", "cast_weights")
         shared = (*weights, "gradients", "waiting_gradients", "optimizer", "host")
         parts = {name: math.ceil(getattr(self, name) * share) for name in shared}
-        return replace(self, **parts, in_flight=in_flight, layers_in_flight=layers_in_flight)
+        of_device = replace(self, in_flight=in_flight, layers_in_flight=layers_in_flight)
+        return replace(of_device, **parts, layers_in_chunks=layers_in_chunks)
 
     @classmethod
     def from_config(
@@ -294,6 +301,8 @@ class MemoryModel:
             tile_tokens=mlp_tile_tokens,
             attention_token=attention_gradients - (tokens.after_attention - in_tiles) - tokens.last_norm,
             head_token=tokens.head,
+            keys_token=slice_token,
+            key_sums_token=4 * sizes.kv_elements,
             exchange=buffers * (slice_token + 4 * sizes.kv_elements),
             last_norm_token=tokens.last_norm_gradients,
             loss_chunk_tokens=loss_chunk_tokens,
@@ -306,8 +315,9 @@ class MemoryModel:
 
     @property
     def token(self) -> int:
-        """Bytes per token that are kept until backward: all layers, with or without checkpointing."""
-        return self.in_flight * self.base_token + self._layers_kept * self._layer_kept
+        """Bytes per token that are kept until backward: all layers, with or without checkpointing, and keys and values of
+        chunks, which later ones attend to."""
+        return self.in_flight * self.base_token + self._layers_kept * (self._layer_kept + self._chunk_keys)
 
     @property
     def logits(self) -> int:
@@ -316,8 +326,14 @@ class MemoryModel:
 
     @property
     def offloadable_token_bytes(self) -> int:
-        """Bytes per token that may go to host memory: what all layers but two keep."""
-        return max(0, self._layers_kept - 2) * self._layer_kept
+        """Bytes per token that may go to host memory: what all layers but two keep, without keys and values of chunks."""
+        keys = self.keys_token if self.layers_in_chunks and not self.checkpointing else 0
+        return max(0, self._layers_kept - 2) * (self._layer_kept - keys)
+
+    @property
+    def _chunk_keys(self) -> int:
+        """Bytes per token and layer of keys and values that are kept of chunks alone."""
+        return self.keys_token if self.layers_in_chunks and self.checkpointing else 0
 
     @property
     def _layers_kept(self) -> int:
@@ -348,6 +364,13 @@ class MemoryModel:
         mlp = max((recomputed + self.mlp_token) * tokens + tile, (recomputed + self.norm_token) * tokens)
         attention = (recomputed + self.attention_token) * tokens
         exchange = self.exchange * tokens
+        if self.layers_in_chunks:
+            # Either whole documents run backward, of which no keys are kept, or a chunk; beside it, what later ones have found
+            # for keys and values of earlier ones, and these, joined. The first of two chunks has 0.71 of a document's tokens at
+            # most (planner/stages/causal_chunks.py).
+            own = self.layers_in_chunks * self._chunk_keys * tokens
+            later = (self.layers_in_chunks * self.key_sums_token + self.keys_token) * tokens
+            mlp, attention = (max(whole - own, whole * 3 // 4 + later) for whole in (mlp, attention))
         moments = (  # weights, gradients, kept, working, exchange, logits
             (forward, waiting, kept + leaving, self.head_token * tokens, exchange, self._loss(tokens)),
             (backward, early, kept, self.last_norm_token * tokens, exchange, 0),

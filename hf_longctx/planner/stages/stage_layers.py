@@ -87,19 +87,21 @@ def fullest_share(config: Any, stages: int, virtual: int = 1, length: int = TYPI
     return max(per_device) / sizes.parameters
 
 
-def most_in_flight(config: Any, stages: int, virtual: int = 1, length: int = TYPICAL_LENGTH) -> tuple[int, int]:
-    """Return how many full micro-batches a device of a pipeline has between forward and backward at most, and how many layers'
-    activations they keep there together: of 9 + 9 + 8 + 6 layers, 4 of the first device keep 36, not 32.
+def most_in_flight(config: Any, stages: int, virtual: int = 1, length: int = TYPICAL_LENGTH) -> tuple[int, int, int]:
+    """Return how many full micro-batches a device of a pipeline has between forward and backward at most, how many layers'
+    activations they keep there together: of 9 + 9 + 8 + 6 layers, 4 of the first device keep 36, not 32; and how many layers a
+    stage has at most.
 
     Args: as of fullest_share.
     """
     if stages == 1:
-        return 1, 0
+        return 1, 0, 0
     layers = stage_layers(config, stages * virtual, length)
     schedule = Schedule("interleaved", virtual) if virtual > 1 else Schedule()
     in_flight = schedule.most_in_flight(stages)
     of_device = np.array([sum(map(len, layers[device::stages])) for device in range(stages)])
-    return math.ceil(in_flight.max() / virtual), math.ceil((in_flight * of_device).max() / virtual)
+    most = math.ceil((in_flight * of_device).max() / virtual)
+    return math.ceil(in_flight.max() / virtual), most, max(map(len, layers))
 
 
 def _relative_costs(config: Any, length: int) -> tuple[int, float]:
