@@ -54,9 +54,11 @@ class ShardedModel:
     Args:
         model: FSDP2's root; its parts are sharded too.
         sharding: zero1, zero2 or zero3.
+        varies: whether weights may have gradients on some ranks only, as those that a document of few tokens never reaches
+            (DeepSeek V4 pools tokens in groups): FSDP2 would sum what each rank has, which are then other weights.
     """
 
-    def __init__(self, model: torch.nn.Module, sharding: Sharding) -> None:
+    def __init__(self, model: torch.nn.Module, sharding: Sharding, varies: bool = True) -> None:
         self.sharding = sharding
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self.modules:
@@ -65,6 +67,46 @@ class ShardedModel:
             module.set_force_sum_reduction_for_comms(True)
             if sharding != "zero3":
                 module.set_reshard_after_forward(False, recurse=False)
+        self._used: set[int] = set()
+        """ids of parts of weights that this rank's backwards of the step have had gradients for"""
+        self._whole: dict[int, torch.nn.Parameter] = {}
+        """weights put together that are followed, by id"""
+        # A release of torch that cannot do so leaves it at that.
+        self._follows = varies and all(hasattr(module, "set_reduce_scatter_unused_params") for module in self.modules)
+        for module in self.modules if self._follows else ():
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+            module.register_forward_pre_hook(self._following(module))  # after FSDP2's, which puts weights together
+
+    def _following(self, module: torch.nn.Module) -> Callable[..., None]:
+        """Return a hook for before the forward of a part: notes which of its weights the backward has gradients for."""
+        of_others = {
+            id(inside)
+            for part in module.modules()
+            if part in self.modules and part is not module
+            for inside in part.modules()
+        }
+        own = [
+            (holder, name, id(weight))
+            for holder in module.modules()
+            if id(holder) not in of_others
+            for name, weight in holder.named_parameters(recurse=False)
+        ]
+
+        def before_forward(*_: Any) -> None:
+            for holder, name, part in own:
+                weight = getattr(holder, name)
+                if weight.requires_grad and id(weight) not in self._whole:
+                    self._whole[id(weight)] = weight
+                    weight.register_post_accumulate_grad_hook(lambda _, part=part: self._used.add(part))
+
+        return before_forward
+
+    def taken_uses(self, trained: Iterable[torch.nn.Parameter], device: torch.device) -> torch.Tensor:
+        """Return for each of the weights whether a backward of this rank has had a gradient for it, float64; begin anew. Empty
+        where they are not followed."""
+        used, self._used = self._used, set()
+        bits = [id(weight) in used for weight in trained] if self._follows else []
+        return torch.tensor(bits, dtype=torch.float64, device=device)
 
     def gather(self) -> None:
         """Put weights together, before the first micro-batch. Collective."""

@@ -332,7 +332,7 @@ class LongContextMixin(_Trainer):
     def sharded_model(self, model: torch.nn.Module) -> ShardedModel | None:
         """Return the model under FSDP2, once it is."""
         if self._sharded is None and is_sharded(model):
-            self._sharded = ShardedModel(model, self.world.sharding)
+            self._sharded = ShardedModel(model, self.world.sharding, varies=self.world.stages == 1)
         return self._sharded
 
     def _activation_memory(self, model: Any) -> ActivationMemory:
@@ -511,7 +511,7 @@ class LongContextMixin(_Trainer):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         statistics = torch.stack([loss, torch.tensor(own_sent, dtype=torch.float64, device=device)])
         statistics = torch.cat([statistics, self.measurements.take()])
-        sums = self.steps.sum_gradients(bare_model, trained, statistics, sharded is not None)
+        sums = self.steps.sum_gradients(bare_model, trained, statistics, sharded)
         loss, sent = sums[0], sums[1]
         self.measurements.add(sums[2:])
         degree = self.world.tensor_parallel

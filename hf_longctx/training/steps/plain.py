@@ -12,7 +12,7 @@ from hf_longctx.data.collator import RankStep
 from hf_longctx.models.loss.balance import has_field
 from hf_longctx.models.stages import refuse_other_cut
 from hf_longctx.parallel.reduction import clip_gradients, sum_step
-from hf_longctx.parallel.sharding import begin_alike, name_layers, refuse_mixed_dtypes
+from hf_longctx.parallel.sharding import ShardedModel, begin_alike, name_layers, refuse_mixed_dtypes
 from hf_longctx.planner.stages.stage_order import Schedule
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.training.execution import run_micro_batches
@@ -89,10 +89,19 @@ class PlainSteps:
         )
 
     def sum_gradients(
-        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: bool
+        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: ShardedModel | None
     ) -> torch.Tensor:
         # What is in parts, FSDP2 has summed; the rest is the same on all ranks, adapters on a model in parts among it.
-        return sum_step([parameter for parameter in trained if not isinstance(parameter, DTensor)], statistics)
+        whole, parts = (
+            [parameter for parameter in trained if isinstance(parameter, DTensor) == in_parts]
+            for in_parts in (False, True)
+        )
+        uses = statistics[:0] if sharded is None else sharded.taken_uses(parts, statistics.device)
+        sums = sum_step(whole, torch.cat([statistics, uses]))
+        for parameter, ranks in zip(parts, sums[len(statistics) :].tolist()):
+            if not ranks:
+                parameter.grad = None
+        return sums[: len(statistics)]
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor | None:
         if not self._in_host_memory:

@@ -24,7 +24,7 @@ from hf_longctx.models.loss.balance import asks_for_balance, balance_settings
 from hf_longctx.models.stages import cut_model, cut_of, refuse_other_cut, residual_dtype
 from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.parallel.reduction import clip_gradients, local_part, sum_gradients, sum_step
-from hf_longctx.parallel.sharding import begin_alike, shard_over
+from hf_longctx.parallel.sharding import ShardedModel, begin_alike, shard_over
 from hf_longctx.parallel.stage_links import Links
 from hf_longctx.parallel.world import World
 from hf_longctx.planner.stages.stage_layers import describe_stages, stage_layers, stage_weights
@@ -181,11 +181,11 @@ class StagedSteps:
         return {"stage_wait": self.wait_share()}
 
     def sum_gradients(
-        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: bool
+        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: ShardedModel | None
     ) -> torch.Tensor:
         whole = [parameter for parameter in trained if not isinstance(parameter, DTensor)]
         sums = sum_step(whole, statistics, self._group)
-        if not sharded:
+        if sharded is None:
             self._sum_parts(trained)
         self._sum_tied(model)
         return sums

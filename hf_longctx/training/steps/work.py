@@ -75,10 +75,11 @@ class Steps(Protocol):
         """Run this process's part of a step; the sum of what is returned over all processes is the result of the step."""
 
     def sum_gradients(
-        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: bool
+        self, model: Any, trained: list[torch.nn.Parameter], statistics: torch.Tensor, sharded: ShardedModel | None
     ) -> torch.Tensor:
         """Sum gradients over all processes that hold the same weights, in place, and statistics (float64 [k]) over all, which are
-        returned. `sharded`: FSDP2 has summed what it holds in parts. Collective."""
+        returned. `sharded`: under FSDP2, which has summed what it holds in parts; a weight that no rank has used is left without
+        a gradient, as in one process. Collective."""
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor | None:
         """Return the norm of all gradients of the whole model, and clip them to `maximum`; None: Trainer's own way is right."""
