@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
 from transformers.utils import CONFIG_NAME
 
 from hf_longctx.checkpoint.folder import share
@@ -55,6 +56,22 @@ def whole_state_dict(state: Any) -> Iterator[None]:
         yield
     finally:
         fsdp.set_state_dict_type(kind)
+
+
+@contextmanager
+def named_as_made(model: Any) -> Iterator[None]:
+    """Give what FSDP2 has in parts the names of the classes that it was made of. transformers finds by them how weights are
+    called in files; a model that was made of a configuration, and not loaded, would be saved with names that nothing finds."""
+    names = {}
+    for cls in {type(part) for part in model.modules() if isinstance(part, FSDPModule)}:
+        names[cls] = cls.__name__, cls.__module__
+        made_of = next(base for base in cls.__mro__ if not issubclass(base, FSDPModule))
+        cls.__name__, cls.__module__ = made_of.__name__, made_of.__module__
+    try:
+        yield
+    finally:
+        for cls, (name, module) in names.items():
+            cls.__name__, cls.__module__ = name, module
 
 
 @contextmanager
