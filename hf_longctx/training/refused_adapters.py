@@ -6,6 +6,7 @@ Nothing is loaded, and nothing is sent between ranks.
 from collections.abc import Callable, Iterator
 
 from hf_longctx.models.adapters.peft_adapters import adapters_of_two, copies_of_tied, shared_among_layers
+from hf_longctx.parallel.sharding import tensor_parallel
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.request import Request
@@ -56,8 +57,20 @@ def _adapters_of_two(request: Request, plugin: LongContextPlugin) -> Iterator[Pr
     )
 
 
+def _split_heads(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
+    degree = tensor_parallel(request.model)
+    if degree > 1 and getattr(request.model, "peft_config", None):
+        yield (
+            "tp_size",
+            f"{degree} with adapters: PEFT spreads some of an adapter's weights over the ranks that share heads, and the others "
+            "would get gradients of each rank's heads alone. Valid: DistributedConfig(fsdp_size=...) without tp_size, or a "
+            "whole model, which longctx.sharding='zero3' (LongContextPlugin's) spreads",
+        )
+
+
 OF_ADAPTERS: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...] = (
     _tied_copies,
     _shared_adapters,
     _adapters_of_two,
+    _split_heads,
 )

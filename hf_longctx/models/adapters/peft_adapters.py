@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from hf_longctx.models.adapters.lora_keys import REFUSED_KEYS
 from hf_longctx.models.stages import cut_of
@@ -69,7 +70,8 @@ def add_lora(
         The model in PEFT's wrapper, which saves adapters only (adapter_model.safetensors).
 
     Raises:
-        ValueError: no module has such a name, no row of embeddings such a token id, or a key that is refused.
+        ValueError: no module has such a name, no row of embeddings such a token id, a key that is refused, or DoRA on a model
+            in parts.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -91,6 +93,11 @@ def add_lora(
         matched = [name for name in names if name == target or name.endswith(f".{target}")]  # as PEFT does
         _refuse_unmatched(target, matched, names, "module")
     _refuse_tokens(model, given.get("trainable_token_indices", ()))
+    if given.get("use_dora") and any(isinstance(weight, DTensor) for weight in model.parameters()):
+        raise ValueError(
+            "use_dora=True on a model that was loaded in parts (DistributedConfig): PEFT takes norms of whole weights, of which "
+            "each process has a part. Valid: use_dora=False, or a whole model, which LongContextPlugin(sharding='zero3') spreads"
+        )
     if "modules_to_save" in given and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         given.setdefault("ensure_weight_tying", True)
     keys: dict[str, Any] = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets} | given

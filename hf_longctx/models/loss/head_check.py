@@ -66,7 +66,14 @@ def needs_own_forward(model: Any, certified: bool = False) -> bool:
         return False
     except OtherLogits as error:
         in_parts = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        if in_parts and (not certified or _is_adapted(model.get_output_embeddings())):
+        if in_parts and _is_adapted(model.get_output_embeddings()):
+            raise OtherLogits(
+                "an adapter, or a copy that is trained, stands in place of the output head of a model that was loaded in parts "
+                "(DistributedConfig): a copy of its class alone is certified, which has neither, and weights in parts cannot be "
+                "asked. Valid: lm_head left out of target_modules and modules_to_save, or a whole model, which "
+                "LongContextPlugin(sharding='zero3') spreads"
+            ) from error
+        if in_parts and not certified:
             raise
         if not in_parts:
             _refuse_other_rows(model, error)

@@ -2,12 +2,18 @@
 
 from typing import Any
 
+import torch
 from peft import LoraConfig, VBLoRAConfig, VeraConfig, get_peft_model
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
+from hf_longctx import patch_model
+from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request, stated
 from tests.builders.tiny_models import tiny_llama
+from tests.worlds.rank_pool import RankPool
 
 
 def test_adapters_of_two_parameters_in_one_memory_are_refused_in_parts():
@@ -34,3 +40,43 @@ def test_what_layers_of_several_stages_share_is_refused_where_it_is_trained():
     [(key, rule)] = refused(VBLoRAConfig(r=4, num_vectors=16, vector_length=8, topk=2, target_modules=["o_proj"]))
     assert key == "pipeline_stages"
     assert "each stage would train a copy of its own" in rule
+
+
+def test_adapters_are_refused_where_ranks_share_heads(monkeypatch):
+    """Seen on two ranks: LoRA on v_proj alone trained, with gradients whose norm was 10 % off; on q_proj it ended in a shape."""
+    lora = LoraConfig(r=2, target_modules=["v_proj"], task_type="CAUSAL_LM")
+    for degree, adapted in ((2, True), (1, True), (2, False)):
+        model: Any = tiny_llama()
+        monkeypatch.setattr(type(model), "tp_size", degree)
+        model = get_peft_model(model, lora) if adapted else model
+        rules = [
+            rule
+            for key, rule in problems(Request(stated({}), LongContextPlugin(capacity=8), model, 2))
+            if key == "tp_size"
+        ]
+        assert len(rules) == (degree > 1 and adapted)
+        assert all(rule.startswith("2 with adapters: ") and "Valid: " in rule for rule in rules)
+
+
+def refused_in_parts(targets: list[str], **settings: Any) -> str:
+    """Return why adapters are refused on a model of which a weight is in parts, as transformers loads it."""
+    model = tiny_llama()
+    mlp = model.model.layers[0].mlp.down_proj
+    mlp.weight = torch.nn.Parameter(distribute_tensor(mlp.weight.data, init_device_mesh("cpu", (1,))))
+    try:
+        patch_model(add_lora(model, target_modules=targets, **settings))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_adapters_that_need_whole_weights_are_refused_in_parts(ranks1: RankPool):
+    for targets, settings, named in (
+        (["lm_head"], {}, "output head of a model that was loaded in parts"),
+        (["q_proj"], {"use_dora": True}, "use_dora=True on a model that was loaded in parts"),
+        (["q_proj"], {}, ""),
+    ):
+        [message] = ranks1.run(refused_in_parts, targets, **settings)
+        assert named in message
+        assert bool(message) == bool(named)
+        assert not named or "Valid: " in message
