@@ -101,12 +101,11 @@ class ShardedModel:
 
         return before_forward
 
-    def taken_uses(self, trained: Iterable[torch.nn.Parameter], device: torch.device) -> torch.Tensor:
-        """Return for each of the weights whether a backward of this rank has had a gradient for it, float64; begin anew. Empty
-        where they are not followed."""
+    def taken_uses(self, trained: Iterable[torch.nn.Parameter]) -> list[bool]:
+        """Return for each of the weights whether a backward of this rank has had a gradient for it; begin anew. Empty where they
+        are not followed."""
         used, self._used = self._used, set()
-        bits = [id(weight) in used for weight in trained] if self._follows else []
-        return torch.tensor(bits, dtype=torch.float64, device=device)
+        return [id(weight) in used for weight in trained] if self._follows else []
 
     def gather(self) -> None:
         """Put weights together, before the first micro-batch. Collective."""

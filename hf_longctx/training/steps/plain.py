@@ -96,12 +96,16 @@ class PlainSteps:
             [parameter for parameter in trained if isinstance(parameter, DTensor) == in_parts]
             for in_parts in (False, True)
         )
-        uses = statistics[:0] if sharded is None else sharded.taken_uses(parts, statistics.device)
-        sums = sum_step(whole, torch.cat([statistics, uses]))
-        for parameter, ranks in zip(parts, sums[len(statistics) :].tolist()):
-            if not ranks:
-                parameter.grad = None
-        return sums[: len(statistics)]
+        uses = [] if sharded is None else sharded.taken_uses(parts)
+        sums = sum_step(
+            whole, torch.cat([statistics, torch.tensor(uses, dtype=statistics.dtype, device=statistics.device)])
+        )
+        sums, ranks_of = sums[: len(statistics)], sums[len(statistics) :]
+        if not all(uses):  # else the host would wait for the device in each step
+            for parameter, ranks in zip(parts, ranks_of.tolist()):
+                if not ranks:
+                    parameter.grad = None
+        return sums
 
     def gradient_norm(self, model: Any, maximum: float) -> torch.Tensor | None:
         if not self._in_host_memory:
