@@ -58,7 +58,7 @@ class EarlierChunks:
         return _joined([(k, v), *earlier])
 
     def again(self, layer: int, before: int) -> Pair:
-        """What `extend` returned for a chunk, until its backward has run: joined anew, as attention that kept it would keep the
+        """Return once more what `extend` returned for a chunk, until its backward has run. Attention that kept it would keep the
         keys of all chunks before it once for each chunk."""
         pieces = [self._kept[layer, before], *self._before(layer, before)]
         return _joined([(k.detach(), v.detach()) for k, v in pieces])

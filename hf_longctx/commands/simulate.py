@@ -46,7 +46,7 @@ class Simulated:
 def simulate(
     axes: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[AXIS=VALUES]...", hidden=True),
+        typer.Argument(metavar="[AXIS=VALUES]...", help="Add axes to --sweep.", hidden=True),
     ] = None,
     model: Annotated[
         str,
