@@ -17,11 +17,12 @@ A name among chat_template_kwargs must stand in the template. Rows of roles and 
 no more often than before, but for the first: without contents, which shows that the template reads strings.
 
 Two things are written in the form that the template reads. Contents that are lists of texts become strings where it
-reads no lists. Arguments of tool calls may be mappings or JSON text: templates get mappings, as transformers documents
-and servers do (many quote a text: "{\\"city\\": ...}"), or JSON text where they fail on mappings (DeepSeek's). Which
-form a template reads is seen by marks, put in place of the texts and into the arguments: other messages may quote these in
-any form, as a tool does that answers "TypeError: weather() got {'city': 'Rome'}". A text is searched once for all marks,
-so that time grows with its length alone. Nothing is sent between ranks.
+reads no lists; mappings and other lists are refused where it would write them as Python does. Arguments of tool calls may
+be mappings or JSON text: templates get mappings, as transformers documents and servers do (many quote a text:
+"{\\"city\\": ...}"), or JSON text where they fail on mappings (DeepSeek's). Which form a template reads is seen by marks, put
+in place of the texts and into other contents and the arguments: other messages may quote these in any form, as a tool does
+that answers "TypeError: weather() got {'city': 'Rome'}". A text is searched once for all marks, so that time grows with its
+length alone. Nothing is sent between ranks.
 """
 
 import json
@@ -35,8 +36,9 @@ from hf_longctx.data.chats.conversation import REASONING, Conversation, Message,
 Render = Callable[[Conversation], str]
 """Renders a conversation's text. Raises RowError."""
 
-MARK = re.compile(r"marked(?P<what>part|arguments|call)(?P<number>\d+)x")
-"""Text that stands in a rendered conversation for a text part, the arguments or the name of a call."""
+MARK = re.compile(r"marked(?P<what>part|content|arguments|call)(?P<number>\d+)x")
+"""Text that stands in a rendered conversation for a text part, another content that is no text, the arguments or the name of a
+call."""
 DUMPED = re.compile(r"""['"]text['"]: ?['"]$""")
 """Stands before the text of a part where a template writes the part itself."""
 
@@ -122,6 +124,8 @@ def _without(conversation: Conversation) -> Iterator[tuple[str, Conversation]]:
         yield f"the content of {where} beside its tool calls", _changed(conversation, _speaks_and_calls, content="")
     if where := _where(messages, lambda message: bool(_other_parts(message))):
         yield f"the parts of {where} that are no text", _mapped(conversation, _without_other_parts)
+    if where := _where(messages, _holds_a_mapping):
+        yield f"the content of {where}", _changed(conversation, _holds_a_mapping, content="")
     keys = dict.fromkeys(key for message in messages for key in message if not _is_empty(message[key]))
     in_order = _answers_in_order(messages)
     for key in keys:
@@ -185,7 +189,9 @@ def _answers_in_order(messages: list[Message]) -> bool:
 
 
 def _forms(conversation: Conversation) -> Iterator[Conversation]:
-    """Yield the forms in the order in which they are tried."""
+    """Yield the forms in the order in which they are tried. A list or mapping of nothing is no text: many a template would write
+    its brackets."""
+    conversation = _changed(conversation, _holds_nothing, content="")
     joined = _mapped(conversation, _joined)
     for form in (conversation, joined) if joined != conversation else (conversation,):
         mappings = _with_arguments(form, _decoded)
@@ -209,6 +215,8 @@ def _misread(conversation: Conversation, render: Render) -> str:
         number, (start, stop) = int(mark["number"]), mark.span()
         if mark["what"] == "part" and not DUMPED.search(text, max(0, start - 12), start):
             read.add(number)
+        if mark["what"] == "content" and text.endswith("'", 0, start):
+            return _unread_content(number, f"but writes {str(conversation.messages[number]['content'])[:60]}")
         if mark["what"] == "arguments" and quoted is None and number < len(calls):
             as_text = isinstance(_arguments(calls[number][1]), str)
             is_json = as_text and text.endswith('\\"', 0, start)
@@ -216,10 +224,7 @@ def _misread(conversation: Conversation, render: Render) -> str:
             quoted = calls[number] if is_json or is_mapping else None
     for part, number in enumerate(places):
         if part not in read:
-            return (
-                f"the chat template does not read the content of messages[{number}], a list of parts. Valid: a string, "
-                "or a template that reads parts"
-            )
+            return _unread_content(number, "a list of parts")
     if quoted is None:
         return ""
     where, arguments = quoted[0], _arguments(quoted[1])
@@ -230,8 +235,16 @@ def _misread(conversation: Conversation, render: Render) -> str:
     )
 
 
+def _unread_content(number: int, what: str) -> str:
+    return (
+        f"the chat template does not read the content of messages[{number}], {what}. Valid: a string, or a list of parts, "
+        "[{'type': 'text', 'text': ...}]"
+    )
+
+
 def _with_marks(conversation: Conversation) -> tuple[Conversation, list[int]]:
-    """Put a mark in place of each text of a part, and into the arguments of each call; returns the messages of the parts."""
+    """Put a mark in place of each text of a part, into other contents that are no text, and into the arguments of each call;
+    returns the messages of the parts."""
     places, messages = list[int](), list[Message]()
     for number, message in enumerate(conversation.messages):
         content = message.get("content")
@@ -242,7 +255,11 @@ def _with_marks(conversation: Conversation) -> tuple[Conversation, list[int]]:
                     part = {**part, "text": _mark("part", len(places))}
                     places.append(number)
                 parts.append(part)
+            if number not in places[-1:]:
+                parts.append(_mark("content", number))
             message = {**message, "content": parts}
+        elif isinstance(content, dict):
+            message = {**message, "content": {**content, _mark("content", number): ""}}
         messages.append(message)
     marked = _with_calls(replace(conversation, messages=messages), _with_marked_arguments)
     return marked, places
@@ -306,6 +323,14 @@ def _answers(message: Message) -> bool:
 
 def _speaks_and_calls(message: Message) -> bool:
     return _has_calls(message) and _is_text(message.get("content"))
+
+
+def _holds_a_mapping(message: Message) -> bool:
+    return isinstance(message.get("content"), dict)
+
+
+def _holds_nothing(message: Message) -> bool:
+    return isinstance(message.get("content"), list | dict) and not message["content"]
 
 
 def _mark(what: str, number: int) -> str:

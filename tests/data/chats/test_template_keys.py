@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from hf_longctx.data.chats.conversation import Conversation
+from hf_longctx.data.chats.shipped_templates import TEMPLATES
 from hf_longctx.data.chats.template_keys import readable, refuse_unwritten
 from hf_longctx.data.prepare import Part, prepare
 from hf_longctx.data.prepared import load_prepared
@@ -63,6 +64,36 @@ def test_what_a_template_quotes_it_does_not_read():
     image = {"type": "thinking", "thinking": "A city"}
     reason = refusal(dumping, {"messages": [ASKED | {"content": [{"type": "text", "text": "Rome?"}, image]}, SAID]})
     assert reason.startswith("the chat template does not read the content of messages[0]")
+
+
+@pytest.mark.parametrize(
+    "content", [["It", "is hot"], {"text": "It is hot"}, [{"type": "thinking", "thinking": "Hot"}]]
+)
+def test_what_a_template_would_write_as_python_does_is_refused(content: Any):
+    chatml = with_template(TOKENIZER, TEMPLATES["chatml"])
+    reason = refusal(chatml, {"messages": [ASKED, SAID | {"content": content}]})
+    assert reason.startswith(
+        f"the chat template does not read the content of messages[1], but writes {content}. Valid: "
+    )
+
+
+def test_contents_that_a_template_writes_in_json_are_taken():
+    tojson = "{{ message['content'] | tojson if message['role'] == 'tool' else message['content'] }}"
+    chatml = with_template(TOKENIZER, TEMPLATES["chatml"].replace("{{ message['content'] }}", tojson))
+    contents: tuple[Any, ...] = ({"city": "Rome"}, ["Rome"])
+    for content in contents:
+        answer = {"role": "tool", "content": content}
+        tokenised = document(chatml, {"messages": [ASKED, answer, SAID]}, train_on="all")
+        assert json.dumps(content) in TOKENIZER.decode(tokenised.input_ids)
+    unread = with_template(TOKENIZER, TOOLS)  # looks for parts in a mapping, and finds keys
+    reason = refusal(unread, {"messages": [ASKED, SAID | {"content": {"text": "It is hot"}}, ASKED, SAID]})
+    assert reason.startswith("the chat template does not write the content of messages[1]")
+
+
+def test_a_list_of_nothing_is_no_text():
+    chatml = with_template(TOKENIZER, TEMPLATES["chatml"])
+    tokenised = [document(chatml, {"messages": [ASKED | {"content": content}, SAID]}) for content in ([], "")]
+    assert tokenised[0].input_ids.tolist() == tokenised[1].input_ids.tolist()
 
 
 def test_a_template_may_write_arguments_as_a_text_in_json():
