@@ -39,15 +39,16 @@ from transformers import DynamicCache, PreTrainedModel
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.hardware.devices import CPU_DEVICES, KNOWN_DEVICES
+from hf_longctx.inference.prompt_cache import ShardCache
 from hf_longctx.layouts.layout import Layout, Segment, zigzag
-from hf_longctx.models.attention import is_patched
+from hf_longctx.models.attention import carries_layouts, is_patched
 from hf_longctx.models.costs import counted_cost, guessed_cost
 from hf_longctx.models.documents import documents_of, refuse_beyond_positions
 from hf_longctx.models.layout_mask import CollectedKeys
 from hf_longctx.models.loss.cross_entropy import IGNORE
 from hf_longctx.models.loss.head import base_outputs
 from hf_longctx.models.loss.own_logits import logits_of
-from hf_longctx.models.whole_prompt import read_whole
+from hf_longctx.models.whole_prompt import NoCache, read_whole
 from hf_longctx.models.wrappers import language_model_of
 from hf_longctx.planner.hdp import plan_step
 from hf_longctx.planner.plan import StepPlan
@@ -178,12 +179,19 @@ def prefill(
     else:
         layout, readers = Layout(zigzag(0, len(ids), range(world_size)), degree), list(range(world_size))
         wanting = readers if to == "all" else [to]
-    collected = CollectedKeys()
     positions = {other: layout.positions(other) for other in layout.ranks}
+    collected = CollectedKeys()
+    receiver: dict[str, Any] = {"collect": collected}
+    if carries_layouts(language_model):
+        receiver = {"past_key_values": ShardCache(language_model.config, collected)}
     with evaluating(model):
-        hidden = hidden_states(language_model, ids[positions[rank]], layout, exchange, collect=collected)
+        hidden = hidden_states(language_model, ids[positions[rank]], layout, exchange, **receiver)
         row = int(positions[rank].argmax())
         last = logits_of(language_model, hidden[None, row : row + 1])[0]
+    if not collected.of_layer:
+        raise NoCache(
+            f"no layer of {type(language_model).__name__} caches its keys and values. Valid: generate from the prompt itself"
+        )
     owner = max(positions, key=lambda other: int(positions[other].max()))
     logits = _send_to(readers, last if rank == owner else last[:0], {owner: 1}, exchange)[owner][0]
     cache = _gathered(collected.of_layer, positions, len(ids), wanting, language_model, exchange)
@@ -201,7 +209,7 @@ def _gathered(
     """The cache of a document, in its order, on the ranks that want it; elsewhere an empty one.
 
     Args:
-        collected: layer -> this shard's keys and values, [T, Hkv, D] each. Emptied layer by layer.
+        collected: layer -> this shard's keys and values, [T, Hkv, D] each, D not always the same. Emptied layer by layer.
         positions: rank -> position of each of its tokens.
         length: tokens of the document.
     """
@@ -211,14 +219,16 @@ def _gathered(
         layer: Any = cache.layers[index]
         first = max(0, length - layer.sliding_window + 1) if layer.is_sliding else 0  # the next token sees itself too
         kept = {other: at[at >= first] - first for other, at in positions.items()}
-        own = torch.stack(collected.pop(index), 1)[torch.from_numpy(positions[rank] >= first)]
+        keys, values = collected.pop(index)
+        # End to end, as their heads may be of two dimensions.
+        own = torch.cat([keys, values], -1)[torch.from_numpy(positions[rank] >= first)]
         parts = _send_to(wanting, own, {other: len(at) for other, at in kept.items()}, exchange)
         if rank not in wanting:
             continue
         whole = own.new_empty(length - first, *own.shape[1:])
         for other, part in parts.items():
             whole[torch.from_numpy(kept[other]).to(whole.device)] = part
-        layer.update(*whole.permute(1, 2, 0, 3).unsqueeze(1))
+        layer.update(*whole.transpose(0, 1).unsqueeze(0).split([keys.shape[-1], values.shape[-1]], -1))
         if layer.is_sliding:
             layer.cumulative_length = length
     return cache

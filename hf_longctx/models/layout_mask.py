@@ -39,7 +39,7 @@ class CollectedKeys:
 
     def __init__(self) -> None:
         self.of_layer: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """layer_idx -> keys and values, both [T, Hkv, D]"""
+        """layer_idx -> keys and values, both [T, Hkv, D], D not always the same"""
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,8 @@ Both sides compute in float64 and differ by the order of sums: log-probabilities
 to 1e-10 of the largest. What `generate` chooses afterwards is the same, token by token.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,7 +18,7 @@ from hf_longctx.certificate import float64_throughout
 from hf_longctx.inference.score import planned
 from tests.builders.plain_reference import exact_scores
 from tests.builders.plain_scores import exchange_of_this_rank, plain_scores
-from tests.builders.tiny_models import FAMILIES, TINY, tiny_bloom, tiny_llama, tiny_mistral
+from tests.builders.tiny_models import FAMILIES, TINY, tiny_bloom, tiny_general, tiny_llama, tiny_mistral
 from tests.worlds.fifo import in_order_communicators
 from tests.worlds.rank_pool import RankPool
 
@@ -25,6 +27,11 @@ LENGTHS = (17, 1, 50, 8, 29, 2, 1, 33)
 DOCUMENTS = [(torch.arange(length) * 37 + doc) % 128 for doc, length in enumerate(LENGTHS)]
 PROMPT = DOCUMENTS[2]
 NEW_TOKENS = 8
+
+
+def from_fields(family: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **TINY))
 
 
 def assert_scores(ours: list[torch.Tensor], right: list[torch.Tensor]) -> None:
@@ -239,6 +246,47 @@ def test_generation_goes_on_from_a_prefilled_cache(ranks: int, ulysses: int, req
             assert_prefilled(ours[family], family, PROMPT)
             assert torch.equal(ours[family][2], new)
             assert len(new) == NEW_TOKENS
+
+
+OTHERS: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": partial(tiny_general, "deepseek_v3"),
+    **{family: partial(from_fields, family) for family in ("diffllama", "hrm_text")},
+}
+"""Families that cache something else than what they attend to: a latent, values before they are paired, each turn of a loop."""
+
+
+def prefilled_of_another(family: str) -> tuple[torch.Tensor, list[Any], torch.Tensor]:
+    """On one rank: logits, keys and values of each layer, what generate makes of them."""
+    model = patch_model(OTHERS[family]())
+    exchange = exchange_of_this_rank() if torch.distributed.is_initialized() else None
+    logits, cache = prefill(model, PROMPT, exchange=exchange)
+    assert cache is not None
+    layers = [(keys, values) for keys, values, *_ in cache]
+    return logits, layers, continued(model.eval(), torch.cat([PROMPT, logits.argmax().view(1)]), past_key_values=cache)
+
+
+def assert_cached_as_plain(family: str, logits: torch.Tensor, layers: list[Any], new: torch.Tensor) -> None:
+    """Compare with plain transformers, in float32: in float64, modeling code of DeepSeek's does not run."""
+    plain = OTHERS[family]().eval()
+    with torch.no_grad():
+        right = plain(PROMPT[None], use_cache=True)
+    torch.testing.assert_close(logits, right.logits[0, -1], rtol=0, atol=1e-5)
+    for of_layer, expected in zip(layers, right.past_key_values.layers, strict=True):
+        for mine, theirs in zip(of_layer, (expected.keys, expected.values)):
+            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * float(theirs.abs().max()))
+    assert torch.equal(new, continued(plain, PROMPT))
+
+
+@pytest.mark.parametrize("family", ["diffllama", "hrm_text"])
+def test_what_a_layer_caches_need_not_be_what_it_attends_to(family: str):
+    assert_cached_as_plain(family, *prefilled_of_another(family))
+
+
+@pytest.mark.processes
+def test_latents_of_two_dimensions_are_cached_over_ranks(ranks2: RankPool):
+    for logits, layers, new in ranks2.run(prefilled_of_another, "deepseek_v3"):
+        assert layers[0][0].shape[-1] != layers[0][1].shape[-1]
+        assert_cached_as_plain("deepseek_v3", logits, layers, new)
 
 
 @pytest.mark.parametrize("length", [1, 3, 4, 5])
