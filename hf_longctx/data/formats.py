@@ -177,9 +177,16 @@ def preference_reason(row: Mapping[str, Any]) -> str | None:
     """Return why a row is one of preferences, which are not trained on here; None: it is none."""
     if row.get("chosen") is not None and row.get("rejected") is not None:
         return f"columns 'chosen' and 'rejected': a pair of answers {PREFERENCES}"
-    if isinstance(row.get("label", row.get("kto_tag")), bool) and "completion" in row:
+    if "completion" in row and _is_flag(row.get("label")):
         return f"column 'label' says whether the completion is wanted: it {PREFERENCES}"
+    if _is_flag(row.get("kto_tag")):
+        return f"column 'kto_tag' says whether the answer is wanted: it {PREFERENCES}"
     return None
+
+
+def _is_flag(value: Any) -> bool:
+    """Return whether a value says yes or no; as a text, too, as all values of a CSV file are."""
+    return isinstance(value, bool) or (isinstance(value, str) and value.lower() in ("true", "false"))
 
 
 def looks_like(columns: Iterable[str]) -> str:

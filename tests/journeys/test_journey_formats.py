@@ -92,6 +92,9 @@ def test_columns_of_questions_and_texts_are_named(prepare: Any):
         ({"dialog": [], "id": 1}, "it looks like conversations: columns {messages: dialog}"),
         ({"prompt": "P", "chosen": "good", "rejected": "bad"}, "It belongs to TRL's DPOTrainer or KTOTrainer"),
         ({"prompt": "P", "completion": "C", "label": False}, "column 'label' says whether the completion is wanted"),
+        ({"prompt": "P", "completion": "C", "label": "False"}, "column 'label' says whether the completion is wanted"),
+        (SHAREGPT | {"kto_tag": False}, "column 'kto_tag' says whether the answer is wanted"),
+        (ALPACA | {"kto_tag": "true"}, "column 'kto_tag' says whether the answer is wanted"),
         (SHAREGPT | {"images": ["cat.png"]}, "column 'images' holds"),
         (
             {"conversations": [{"from": "customer", "value": "Hi"}]},
