@@ -37,6 +37,7 @@ from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.models.stages import whole_parameters
+from hf_longctx.parallel.unused_weights import reduce_unused
 from hf_longctx.parallel.world import World, resolved_sharding
 from hf_longctx.planner.memory.state_bytes import Sharding
 from hf_longctx.settings.longctx import LongContextPlugin
@@ -71,10 +72,9 @@ class ShardedModel:
         """ids of parts of weights that this rank's backwards of the step have had gradients for"""
         self._whole: dict[int, torch.nn.Parameter] = {}
         """weights put together that are followed, by id"""
-        # A release of torch that cannot do so leaves it at that.
-        self._follows = varies and all(hasattr(module, "set_reduce_scatter_unused_params") for module in self.modules)
-        for module in self.modules if self._follows else ():
-            module.set_reduce_scatter_unused_params(True, recurse=False)
+        self._follows = varies
+        for module in self.modules if varies else ():
+            reduce_unused(module)
             module.register_forward_pre_hook(self._following(module))  # after FSDP2's, which puts weights together
 
     def _following(self, module: torch.nn.Module) -> Callable[..., None]:
