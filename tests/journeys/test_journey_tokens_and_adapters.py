@@ -96,7 +96,8 @@ def test_tokens_and_template_are_learned_loaded_again_and_merged(folder: Path, l
     typed("merge", "out", "merged") if lora else Path("out").rename("merged")
     merged = AutoModelForCausalLM.from_pretrained("merged")
     assert merged.config.eos_token_id == added[1]
-    assert [model.generation_config.eos_token_id for model in (again, merged)] == [added[1]] * 2
+    for model in (again, merged):  # transformers 5.17's Trainer makes a list of it
+        assert model.generation_config.eos_token_id in (added[1], [added[1]])
     assert merged.get_input_embeddings().weight.shape[0] == len(tokenizer)
     torch.testing.assert_close(logits(merged), logits(again), rtol=0, atol=1e-4)
     before, after = (
