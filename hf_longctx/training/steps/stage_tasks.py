@@ -130,9 +130,8 @@ class StepOfDevice:
             micro_batch = self._units[task.unit]
             with self._explained(micro_batch), torch.set_grad_enabled(learn):
                 if task.kind == FORWARD:
-                    next_one = tasks[at] if at < len(tasks) else task
-                    at_once = (next_one.kind, next_one.unit, next_one.stage) == (BACKWARD, task.unit, task.stage)
-                    self._forward(task, micro_batch, learn, waits=not at_once)
+                    following = tasks[at][:3] if at < len(tasks) else None
+                    self._forward(task, micro_batch, learn, waits=following != (BACKWARD, task.unit, task.stage))
                 elif task.kind == BACKWARD:
                     self.progress.begin_backward()
                     self._backward(task)

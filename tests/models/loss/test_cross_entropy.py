@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from hf_longctx.models.loss.cross_entropy import VocabularySlice, chunked_cross_entropy
-from tests.builders.largest_tensor import LargestTensor, MadeTensors
+from tests.builders.made_tensors import LargestTensor, MadeTensors
 from tests.worlds.rank_pool import RankPool
 
 TOKENS, HIDDEN, VOCABULARY = 37, 8, 50

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from hf_longctx.models.loss.cross_entropy import VocabularySlice, chunked_cross_entropy
 from hf_longctx.models.loss.token_metrics import PIECE_ROWS, TokenMetrics, means
-from tests.builders.largest_tensor import LargestTensor
+from tests.builders.made_tensors import LargestTensor
 from tests.builders.training_runs import ANY_MODELS, Rows, documents, train
 from tests.worlds.rank_pool import RankPool
 
