@@ -466,9 +466,10 @@ class LongContextMixin(_Trainer):
         self.progress.begin("ending training")
         self.checkpoints.finish_training()
         self._tr_loss.zero_()
-        # Trainer divides by the steps of this call; releases that do not know where it began, by all. Of none, the mean is NaN.
+        # Trainer divides by the steps of this call, or by 0.001 where there are none; releases that do not know where it began,
+        # by all. Of no loss at all, the mean is NaN.
         divisor = self.state.global_step - getattr(self, "_initial_global_step", 0)
-        self._total_loss_scalar = self._mean_loss.mean() * max(1, divisor)
+        self._total_loss_scalar = self._mean_loss.mean() * max(divisor, 0.001)
         return super()._finalize_training(*args, **kwargs)
 
     def _finish_current_push(self) -> None:

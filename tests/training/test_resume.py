@@ -13,6 +13,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers.trainer_callback import TrainerCallback, TrainerState
 
+from hf_longctx import LongContextPlugin, LongContextTrainer
 from hf_longctx.checkpoint.export import changed_configuration
 from hf_longctx.checkpoint.folder import CheckpointError
 from hf_longctx.checkpoint.state import load_schedule
@@ -23,8 +24,10 @@ from tests.builders.training_runs import (
     PoisonedTrainer,
     RecordingTrainer,
     Run,
+    arguments,
     assembled,
     documents,
+    fresh_accelerator_state,
     train,
 )
 from tests.worlds.rank_pool import RankPool
@@ -225,6 +228,23 @@ def test_the_last_checkpoint_of_the_folder_is_found(tmp_path):
         later.rename(tmp_path / f"other-{later.name}")
     [resumed] = run_on(1, None, tmp_path, settings={"num_train_epochs": 1}, resume=True)
     assert_continues([resumed], [first], 3, tolerance=1e-6)
+
+
+@pytest.mark.parametrize("asked", [2, 1])
+def test_the_loss_of_a_run_that_has_nothing_left_to_train_is_its_mean(asked, tmp_path):
+    """Trainer divides by 0.001 steps where there are none."""
+
+    def trained(steps: int, resume: bool) -> Any:
+        fresh_accelerator_state()
+        settings = arguments(tmp_path, max_steps=steps, save_strategy="steps", save_steps=1)
+        plugin = LongContextPlugin(capacity=MOST, **PLUGIN)
+        trainer = LongContextTrainer(tiny_llama(), settings, train_dataset=rows(), plugin=plugin)
+        return trainer.train(resume_from_checkpoint=resume)
+
+    first, again = trained(2, resume=False), trained(asked, resume=True)
+    assert again.global_step == 2
+    assert again.training_loss == pytest.approx(first.training_loss, rel=1e-6)
+    assert again.metrics["train_loss"] == pytest.approx(first.training_loss, rel=1e-6)
 
 
 @pytest.mark.parametrize("restore", [False, True])
