@@ -40,6 +40,7 @@ from hf_longctx.certificate.sharing import made_on_rank_0
 from hf_longctx.certificate.tiny_config import tiny_configuration
 from hf_longctx.certificate.tiny_model import tiny_model
 from hf_longctx.certificate.tokens import ordinary_tokens
+from hf_longctx.models.partial_gradients import sum_over_ranks
 from hf_longctx.whole_files import written_whole
 
 TRIED = 2
@@ -210,6 +211,10 @@ def _answer(cls: Any, model_folder: Path, **loading: Any) -> Answer:
     """Load a saved copy, and return its answer for a document."""
     settings = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
     model = cls.from_pretrained(model_folder, **settings, **loading).train()
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in sharded:
+        sum_over_ranks(module)  # as training does
+    alike = TRIED if sharded else 1  # ranks that are summed over, all with this document
     ids = ordinary_tokens(model.config, TOKENS)[None]
     logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
     loss = torch.nn.functional.cross_entropy(logits, ids[0, 1:])
@@ -219,7 +224,7 @@ def _answer(cls: Any, model_folder: Path, **loading: Any) -> Answer:
         gradient = weight.grad
         if gradient is not None:
             whole = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
-            gradients[name] = whole.to(torch.float64)
+            gradients[name] = whole.to(torch.float64) / alike
     return Answer(float(loss.detach()), gradients)
 
 

@@ -8,6 +8,8 @@ left there, which is a sum already. Of k micro-batches on two ranks, whose parts
     here                         (a1 + b1) + (a2 + b2) + ...       what comes in is summed before it is added
 
 Sent: as many values, to the same ranks, in the same backward.
+
+Gradients that FSDP2 averages over ranks are summed too.
 """
 
 import inspect
@@ -21,6 +23,14 @@ PLANNED = "replicated_with_grad_allreduce"
 """How a plan of transformers calls such a module."""
 WRITTEN_IN = "ReplicatedWithGradAllReduce."
 """The class whose inner functions sum gradients: a module's backward hook (5.17), or hooks of weights that its forward sets."""
+
+
+def sum_over_ranks(module: Any) -> None:
+    """Have FSDP2 sum the gradients of one of its modules over ranks, where it would average them, and transformers 5.20 to 5.22
+    divide those of experts once more."""
+    module.set_gradient_divide_factor(1.0)
+    # Any factor but the number of ranks would otherwise become a reduction that gloo does not have.
+    module.set_force_sum_reduction_for_comms(True)
 
 
 def sum_parts_as_they_come(model: Any) -> None:

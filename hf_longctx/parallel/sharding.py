@@ -36,6 +36,7 @@ from torch.distributed.fsdp.wrap import size_based_auto_wrap_policy
 from torch.distributed.tensor import DTensor, Shard
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from hf_longctx.models.partial_gradients import sum_over_ranks
 from hf_longctx.models.stages import whole_parameters
 from hf_longctx.parallel.unused_weights import reduce_unused
 from hf_longctx.parallel.world import World, resolved_sharding
@@ -63,9 +64,7 @@ class ShardedModel:
         self.sharding = sharding
         self.modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self.modules:
-            module.set_gradient_divide_factor(1.0)
-            # Any factor but the number of ranks would otherwise become a reduction that gloo does not have.
-            module.set_force_sum_reduction_for_comms(True)
+            sum_over_ranks(module)
             if sharding != "zero3":
                 module.set_reshard_after_forward(False, recurse=False)
         self._used: set[int] = set()

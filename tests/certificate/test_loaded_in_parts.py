@@ -7,7 +7,8 @@ from unittest import mock
 
 import pytest
 import transformers
-from transformers import ApertusConfig, ApertusForCausalLM, AutoModelForCausalLM
+from torch.distributed.fsdp import FSDPModule
+from transformers import ApertusConfig, ApertusForCausalLM, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.distributed.configuration_utils import DistributedConfig
 
 from hf_longctx.certificate import loaded_in_parts
@@ -66,6 +67,25 @@ def test_weights_that_are_put_together_wrongly_are_seen():
     cls: Any = transformers.BailingHybridForCausalLM
     trial = loaded_in_parts._tried(cls, cls.config_class(), ["fsdp_size"])
     assert trial.differs.keys() == {"fsdp_size"}
+
+
+class DividedTwice(LlamaForCausalLM):
+    """Has transformers 5.20 to 5.22 divide gradients as those of dispatched experts."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
+        model = super().from_pretrained(*args, **kwargs)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(4.0)
+                module.set_force_sum_reduction_for_comms(True)
+        return model
+
+
+@pytest.mark.processes
+def test_gradients_are_summed_as_in_training_however_transformers_averages_them():
+    config = LlamaConfig(vocab_size=128, num_key_value_heads=4, **SIZES)
+    assert loaded_in_parts._tried(DividedTwice, config, ["fsdp_size"]) == Trial()
 
 
 @pytest.mark.processes
