@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from hf_longctx import LongContextPlugin, LongContextTrainer, precision
 from hf_longctx.cli import main
 from hf_longctx.commands.preflight import launching
-from hf_longctx.commands.preflight.launching import LAUNCHER, _end_ranks, _failed_first
+from hf_longctx.commands.preflight.launching import LAUNCHER, _end_ranks, _environment, _failed_first
 from hf_longctx.commands.preflight.run_memory import planned_run
 from hf_longctx.commands.shared import ranks
 from hf_longctx.config import load_config
@@ -368,6 +368,12 @@ def test_ranks_that_an_interrupted_launcher_leaves_are_ended_and_no_other_proces
     finally:
         other.kill()
         other.wait()
+
+
+def test_the_environment_of_a_process_that_is_starting_is_read_again(monkeypatch):
+    environments = [{}, {}, {"A": "1"}]
+    monkeypatch.setattr(psutil.Process, "environ", lambda process: environments.pop(0))
+    assert _environment(psutil.Process()) == {"A": "1"}
 
 
 LAUNCHED = (

@@ -35,6 +35,8 @@ LAUNCHER = "LONGCTX_LAUNCHER"
 """Name of the environment's variable with the process that has started this one as a rank."""
 PR_SET_PDEATHSIG = 1
 """Number by which Linux's prctl sets the signal that a process gets when its parent ends."""
+EMPTY_READS = 100
+"""How often an environment that is empty is read, a hundredth of a second apart."""
 PORT = 29500
 """The port in commands that are shown, at which the processes of several machines meet."""
 
@@ -93,8 +95,17 @@ def _end_ranks(run_id: str) -> None:
     """End ranks that the agent has left behind: a second Ctrl-C ends it while it waits for them. Each leads a process group."""
     for process in psutil.Process().children():
         with suppress(ProcessLookupError, psutil.Error):
-            if process.environ().get("TORCHELASTIC_RUN_ID") == run_id:
+            if _environment(process).get("TORCHELASTIC_RUN_ID") == run_id:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    """Return a process's environment, read again while it is empty: it is for a moment when the process's program begins."""
+    for _ in range(EMPTY_READS):
+        if (environment := process.environ()) or process.status() == psutil.STATUS_ZOMBIE:
+            return environment
+        time.sleep(0.01)
+    return {}
 
 
 @contextmanager
