@@ -35,6 +35,7 @@ from hf_longctx.run_documents import load_split, model_directory, tokenizer_of
 from hf_longctx.settings import EMBEDDED_DATA, EMBEDDED_MODEL, Config
 from hf_longctx.settings.gpu_environment import hide_gpus, set_for_gpus
 from hf_longctx.settings.longctx import LongContextPlugin
+from hf_longctx.settings.model_overrides import overridden
 from hf_longctx.supervision.progress import Progress
 from hf_longctx.supervision.watchdog import Watchdog
 from hf_longctx.training.autocast import settle_precision
@@ -90,7 +91,8 @@ def run(config: Config) -> LongContextTrainer:
         watching.start()
         trainer = _trainer(config, arguments, plugin, watching)
     show_live(trainer, console)
-    if config.model.lora and (config.model.rope_scaling or config.model.added_tokens or config.model.eos_token):
+    chosen = config.model
+    if chosen.lora and (chosen.rope_scaling or chosen.config or chosen.added_tokens or chosen.eos_token):
         trainer.add_callback(ScaledConfig())
     with trainer.checkpoints.alone_in_output_dir(trainer.args.resume_from_checkpoint, writes=True):
         _train(trainer, console, watching)
@@ -295,6 +297,8 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any], tok
     else:
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=chosen.trust_remote_code)
         _dequantise(model_config)
+        changed = chosen.config or {}
+        model_config = overridden(model_config, changed, trust_remote_code=chosen.trust_remote_code)
     if chosen.rope_scaling is not None:
         scale_rope(model_config, **chosen.rope_scaling.model_dump())
     settings = settings | {"trust_remote_code": chosen.trust_remote_code}

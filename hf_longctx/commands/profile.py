@@ -222,15 +222,17 @@ def _model(name: str) -> tuple[Any, dict[str, Any], str]:
     from hf_longctx.data.cache import default_cache_dir
     from hf_longctx.data.embedded.embedded_model import prepare_model
     from hf_longctx.precision import AUTO
+    from hf_longctx.settings.model_overrides import overridden
     from hf_longctx.settings.training import checkpoints_activations
 
     chosen: dict[str, Any] = {}
     weights = "float32"
     path: Any = name
+    overrides: dict[str, Any] = {}
     sizes = RANDOM if name == "random" else None
     if name.endswith((".yaml", ".yml")):
         config = load_config(name)
-        path, sizes = config.model.path, config.model.random_init
+        path, sizes, overrides = config.model.path, config.model.random_init, config.model.config or {}
         weights = "bfloat16" if config.model.dtype != "float32" else "float32"
         autocast = config.training.get("bf16") or config.training.get("fp16", False)
         chosen["precision"] = AUTO if autocast == AUTO else "autocast" if autocast else weights
@@ -240,7 +242,7 @@ def _model(name: str) -> tuple[Any, dict[str, Any], str]:
     if path == EMBEDDED_MODEL:
         path = str(prepare_model(default_cache_dir()))
     refuse_unreachable(path)
-    return AutoConfig.from_pretrained(path), chosen, weights
+    return overridden(AutoConfig.from_pretrained(path), overrides), chosen, weights
 
 
 def _clock(asked: str | None, crowded: bool) -> Literal["wall", "cpu"]:

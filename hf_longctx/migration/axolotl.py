@@ -370,7 +370,8 @@ TABLE: dict[str, Rule] = {
         Needless("embeddings get as many rows as there are tokens"),
         "resize_token_embeddings_to_32x mean_resizing_embeddings",
     ),
-    **keys(Without("a checkpoint whose config.json says so"), "overrides_of_model_* model_config scaling_softmax*"),
+    **keys(To("model.config"), "overrides_of_model_config model_config"),
+    **keys(Without("a checkpoint whose config.json says so"), "overrides_of_model_kwargs scaling_softmax*"),
     "rope_scaling": To("model.rope_scaling"),
     **keys(
         Without("a local copy of that revision: hf download --revision, and model.path names it"), "revision_of_model"

@@ -70,7 +70,7 @@ def refuse_random_attention(config: Any) -> None:
     for name, value in layers_drawn(config):
         raise ValueError(
             f"{name}={value}: each rank would draw the layers that it skips, and ranks that hold a document together must "
-            f"run the same ones. Set config.{name} = 0.0"
+            f"run the same ones. Set config.{name} = 0.0, in YAML model.config.{name}: 0.0"
         )
     for name, value in _numbers(config.to_dict()):
         attention = ("attention" in name or "attn" in name) and "drop" in name
@@ -79,7 +79,7 @@ def refuse_random_attention(config: Any) -> None:
         if attention or "jitter" in name:
             raise ValueError(
                 f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
-                f"ranks. Set config.{name} = 0.0 (in Python), or {name.rpartition('.')[2]} to 0.0 in the config.json of a copy"
+                f"ranks. Set config.{name} = 0.0, in YAML model.config.{name}: 0.0"
             )
 
 

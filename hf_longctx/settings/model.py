@@ -143,6 +143,9 @@ class ModelConfig(Section):
     """what ends texts and answers, one token, for instance the end of a chat template's turns; null: the tokenizer's"""
     rope_scaling: RopeScalingSection | None = None
     """stretch rotary positions to longer documents; saved in the checkpoint"""
+    config: dict[str, Any] | None = None
+    """keys of the model's configuration that are to differ from its config.json, for instance {attn_pdrop: 0}, or
+    {output_router_logits: true} for the loss by which transformers balances experts; saved in the checkpoint"""
     freeze: Names | None = None
     """parameters that stay as they are: names of parameters or modules, with shell wildcards"""
     lora: LoraSection | None = Field(default=None, validate_default=True)
@@ -160,6 +163,8 @@ class ModelConfig(Section):
                     name,
                     f"{shown(getattr(self, name))} is for a tokenizer, and model.random_init has none: give model.path",
                 )
+        if self.path is None and self.config is not None:
+            yield "config", f"{shown(self.config)} is for model.path: give all keys of a new model to model.random_init"
         template = self.chat_template
         if template is not None and template not in TEMPLATES and not Path(template).is_file():
             yield (

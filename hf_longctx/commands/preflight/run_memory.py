@@ -151,23 +151,27 @@ def empty_model(chosen: ModelConfig, config: Any = None) -> Any:
 
 
 def model_config(chosen: ModelConfig) -> Any:
-    """transformers' configuration of what is trained; of well-known models on a hub, their published sizes.
+    """transformers' configuration of what is trained, with the keys of `model.config`; of well-known models on a hub, their
+    published sizes.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is none, or none that these keys fit.
     """
     from transformers import AutoConfig
 
     from hf_longctx.commands.shared.costs import refuse_unreachable
     from hf_longctx.commands.shared.models import published_sizes, transformers_config
+    from hf_longctx.settings.model_overrides import overridden
 
     if chosen.random_init is not None:
         return AutoConfig.for_model(**chosen.random_init)
-    path = str(chosen.path)
+    path, trusted = str(chosen.path), chosen.trust_remote_code
     if (sizes := published_sizes(path)) is not None:
-        return transformers_config(sizes)
-    refuse_unreachable(path)
-    return AutoConfig.from_pretrained(path, trust_remote_code=chosen.trust_remote_code)
+        read = transformers_config(sizes)
+    else:
+        refuse_unreachable(path)
+        read = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    return overridden(read, chosen.config or {}, trust_remote_code=trusted)
 
 
 def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, str]:
