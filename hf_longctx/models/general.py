@@ -5,6 +5,7 @@ Whether it is then computed exactly is not for this file: the certificate runs i
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
+from functools import reduce
 from typing import Any
 
 import torch
@@ -72,15 +73,26 @@ def refuse_random_attention(config: Any) -> None:
             f"{name}={value}: each rank would draw the layers that it skips, and ranks that hold a document together must "
             f"run the same ones. Set config.{name} = 0.0, in YAML model.config.{name}: 0.0"
         )
+    for name, value in _attention_drawn(config):
+        raise ValueError(
+            f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
+            f"ranks. Set config.{name} = 0.0, in YAML model.config.{name}: 0.0"
+        )
+
+
+def draw_nothing(config: Any) -> None:
+    """Set all that `refuse_random_attention` refuses to 0, as it is for a model in evaluation mode: nothing is drawn there."""
+    for name, _ in [*layers_drawn(config), *_attention_drawn(config)]:
+        *parts, field = name.split(".")
+        setattr(reduce(getattr, parts, config), field, 0.0)
+
+
+def _attention_drawn(config: Any) -> Iterator[tuple[str, float]]:
+    """Yield the fields of a language model's configuration by which attention, or what a router sees, is drawn at random."""
     for name, value in _numbers(config.to_dict()):
         attention = ("attention" in name or "attn" in name) and "drop" in name
-        if value <= 0:
-            continue
-        if attention or "jitter" in name:
-            raise ValueError(
-                f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
-                f"ranks. Set config.{name} = 0.0, in YAML model.config.{name}: 0.0"
-            )
+        if (attention or "jitter" in name) and value > 0:
+            yield name, value
 
 
 def layers_drawn(config: Any) -> Iterator[tuple[str, float]]:

@@ -236,6 +236,15 @@ def test_a_pretrained_model_finds_passkeys_and_writes_them():
 # MODEL
 
 
+def test_what_a_model_draws_while_it_trains_is_not_in_the_way(tmp_path: Path):
+    plain = tiny_general("qwen3", attention_dropout=0.1)
+    plain.save_pretrained(tmp_path)
+    ids = torch.arange(30)[None]
+    with torch.no_grad():
+        logits = load_model(str(tmp_path), "auto", CPU)(ids).logits
+        torch.testing.assert_close(logits, plain.eval()(ids).logits, rtol=0, atol=1e-5)
+
+
 def test_adapters_and_runs_are_models(folder: Path, tmp_path: Path, saved: Any):
     adapted = add_lora(AutoModelForCausalLM.from_pretrained(folder / "new"), r=2)
     for name, weight in adapted.named_parameters():

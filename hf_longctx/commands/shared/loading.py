@@ -98,7 +98,7 @@ def load_model(name: str, dtype: Dtype, device: Any, uncertified: bool = False) 
             model = _adapted(Path(name), settings)
         else:
             with readable_weights(name):
-                model = AutoModelForCausalLM.from_pretrained(name, **settings)
+                model = AutoModelForCausalLM.from_pretrained(name, config=_evaluated_config(name), **settings)
     refuse_not_finite(model, name)
     return patch_model(model.to(device), uncertified=uncertified).eval()
 
@@ -124,6 +124,15 @@ def saved_config(name: str) -> Any:
     with _loadable(name):
         own = not (path / ADAPTER).is_file() or (path / "config.json").is_file()
         return AutoConfig.from_pretrained(name if own else _base_of(path))
+
+
+def _evaluated_config(name: str) -> Any:
+    """The same without what is drawn at random while training: GPT-2 is saved with dropout in its attention, for instance."""
+    from hf_longctx.models.general import draw_nothing
+
+    config = saved_config(name)
+    draw_nothing(config.get_text_config(decoder=True))
+    return config
 
 
 @contextmanager
@@ -157,7 +166,7 @@ def _adapted(path: Path, settings: dict[str, Any]) -> Any:
 
     from hf_longctx.models.adapters.new_rows import add_rows
 
-    base, config = _base_of(path), saved_config(str(path))
+    base, config = _base_of(path), _evaluated_config(str(path))
     rows = with_rows_of(config, base)
     with readable_weights(base, path):
         model = AutoModelForCausalLM.from_pretrained(base, config=config, **settings)
