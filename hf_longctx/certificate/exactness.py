@@ -10,11 +10,14 @@ whole document that is split, so what looks at its call (the largest position, a
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_longctx.attention.exchange import Exchange
+from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.attention.replicas import add_gradients, replicate
 from hf_longctx.attention.virtual_ranks import run_on_virtual_ranks
 from hf_longctx.certificate.drawn_documents import (
@@ -164,13 +167,21 @@ def _moved(run: Callable[[torch.Tensor], Any], ids: torch.Tensor, changes: Seque
 
 
 def checkpointed(model: Any) -> Any:
-    """A copy whose layers are recomputed in backward, where its class can; the model itself otherwise."""
+    """A copy whose layers are recomputed in backward, with their attention kept, where its class can; the model itself
+    otherwise."""
     copied = copy.deepcopy(model)
     try:
         copied.gradient_checkpointing_enable({"use_reentrant": False})
     except ValueError:
         return model
+    for layer in copied.modules():
+        if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
+            layer._gradient_checkpointing_func = partial(_run_kept, layer._gradient_checkpointing_func)
     return copied
+
+
+def _run_kept(run: Callable[..., Any], layer: Callable[..., Any], *inputs: Any) -> Any:
+    return run(KeptAttention().in_layer(layer), *inputs)
 
 
 def worst_difference(model: Any, documents: Documents, steps: Sequence[Step], right: Answer) -> tuple[float, str]:

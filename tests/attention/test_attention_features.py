@@ -145,7 +145,7 @@ def attend(
             keep=keep,
         )
 
-    out = checkpoint(run, *inputs, use_reentrant=False) if recompute else run(*inputs)
+    out = checkpoint(keep.in_layer(run), *inputs, use_reentrant=False) if keep else run(*inputs)
     assert out.dtype == dtype
     return with_gradients(out, inputs, grad[rows])
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers.modeling_outputs import BaseModelOutput
 
+from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.layouts.layout import uncopied
 from hf_longctx.models.attention import LayoutAttention, longctx_attention_forward
 
@@ -32,6 +33,10 @@ class AlibiOverLayout:
     keywords: dict[str, Any]
     """Keywords that the base model was called with: layout, exchange, and whatever else `longctx_attention_forward` reads or
     refuses."""
+
+    def keeping(self, kept: KeptAttention) -> "AlibiOverLayout":
+        """Return the same for a layer whose attention is kept."""
+        return AlibiOverLayout(self.slopes, self.keywords | {"keep_attention": kept})
 
 
 class AlibiAttention(LayoutAttention):

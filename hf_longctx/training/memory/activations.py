@@ -28,8 +28,6 @@ from hf_longctx.hardware.model_sizes import ModelSizes
 from hf_longctx.layouts.layout import Layout, Segment
 from hf_longctx.models.attention import LayoutAttention, carries_layouts, is_patched
 from hf_longctx.models.documents import documents_of
-from hf_longctx.models.families.alibi_models import AlibiOverLayout
-from hf_longctx.models.layout_mask import LayoutMask
 from hf_longctx.models.loss.own_logits import base_of
 from hf_longctx.training.memory.activation_offload import HostMemory, LayerHooks
 
@@ -213,9 +211,6 @@ def _pairs(length: int, window: int) -> int:
     return first * (first + 1) // 2 + (length - first) * window
 
 
-BRINGS_LAYOUT = (AlibiOverLayout, LayoutMask)
-"""Arguments of a layer that hold the layout, where no keyword of that name does."""
-
 Hooks = Callable[..., LayerHooks | None]
 """Tensors that stay where they are -> what saves a layer's tensors; None: autograd alone."""
 
@@ -224,30 +219,15 @@ def _checkpointed(run: Callable[..., Any], hooks: Hooks, keep: bool) -> Callable
     """The function that transformers calls to checkpoint a layer: `run(function, *inputs)`, with the layer's keywords bound to
     `function`. The inputs are all that is saved outside of it."""
 
-    def run_layer(function: partial[Any], *inputs: Any) -> Any:
+    def run_layer(function: Callable[..., Any], *inputs: Any) -> Any:
         if not torch.is_grad_enabled():  # there will be no backward
             return run(function, *inputs)
         saving = hooks()
-        if keep:
-            kept = KeptAttention() if saving is None else KeptAttention(saving.put, saving.get)
-            function = partial(function, **_keeping(function.keywords, kept))
+        kept = KeptAttention() if saving is None else KeptAttention(saving.put, saving.get)
         with saving or contextlib.nullcontext():
-            return run(function, *inputs)
+            return run(kept.in_layer(function) if keep else function, *inputs)
 
     return run_layer
-
-
-def _keeping(keywords: dict[str, Any], kept: KeptAttention) -> dict[str, Any]:
-    """The keywords that bring `kept` to the layer's attention; none without a layout."""
-    if keywords.get("layout") is not None:
-        return {"keep_attention": kept}
-    return {name: _brings(value, kept) for name, value in keywords.items() if isinstance(value, BRINGS_LAYOUT)}
-
-
-def _brings(value: AlibiOverLayout | LayoutMask, kept: KeptAttention) -> AlibiOverLayout | LayoutMask:
-    if isinstance(value, LayoutMask):
-        return value.keeping(kept)
-    return AlibiOverLayout(value.slopes, value.keywords | {"keep_attention": kept})
 
 
 def _hooked(layer: torch.nn.Module, forward: Callable[..., Any], hooks: Hooks) -> Callable[..., Any]:

@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from hf_longctx import Layout, Segment, patch_model, zigzag
 from hf_longctx.attention import engine
@@ -65,6 +66,23 @@ def test_autocast_and_layers_fetched_ahead(keep: str):
             check_equal(step(model, PACKED, memory, 0.6), right)
 
 
+def test_layers_that_call_attention_twice():
+    """Each call is kept for itself: the second one was given what the first had computed, in forward already."""
+
+    def diffllama(checkpointing: bool) -> Any:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+        model = DiffLlamaForCausalLM(DiffLlamaConfig(vocab_size=128, num_key_value_heads=2, **sizes)).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        return patch_model(model, loss_chunk_tokens=16)
+
+    right = step(diffllama(False), PACKED, None)
+    for checkpointing, keep, offload in HOLDING:
+        model = diffllama(checkpointing)
+        check_equal(step(model, PACKED, ActivationMemory(model, keep_attention=keep, device="cpu"), offload), right)
+
+
 def test_adapters_on_frozen_layers():
     """Gradients go through inputs; nothing of the frozen weights moves."""
 
@@ -107,7 +125,8 @@ def test_kept_attention_is_used_once_and_then_free():
         calls.append(1)
         return (torch.full((3,), float(len(calls))),)
 
-    assert [float(kept.once(compute)[0][0]) for _ in range(4)] == [1.0, 1.0, 2.0, 3.0]
+    layer = kept.in_layer(lambda: [float(kept.once(compute)[0][0]) for _ in range(2)])
+    assert [layer() for _ in range(4)] == [[1.0, 2.0], [1.0, 2.0], [3.0, 4.0], [5.0, 6.0]], "two calls in a layer"
     assert not kept._kept
 
 
