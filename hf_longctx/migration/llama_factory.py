@@ -248,7 +248,7 @@ TABLE: dict[str, Rule] = {
     **keys(Without("model.random_init, a new model"), "train_from_scratch"),
     **keys(Without("a local copy of that revision: hf download --revision, and model.path names it"), "model_revision"),
     **keys(Without("model.added_tokens lists them"), "new_special_tokens_config"),
-    **keys(Without("the weight is the model configuration's router_aux_loss_coef"), "moe_aux_loss_coef"),
+    "moe_aux_loss_coef": shared.balance,
     **keys(
         Without(
             "Megatron's and other engines' way is another stack; here longctx.sharding and longctx.pipeline_stages"

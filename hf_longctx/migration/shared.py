@@ -64,6 +64,11 @@ CACHED = Needless("documents are tokenised once, and found again by their conten
 PROFILED = Without("steps are measured all the time: report.html, live view; `hf-longctx profile` measures a machine")
 
 
+def balance(migration: Migration, weight: Any) -> None:
+    """Have the experts of a mixture balanced by transformers' loss with this weight."""
+    migration.set("model.config", {"output_router_logits": True, "router_aux_loss_coef": float(weight)})
+
+
 def optimizer(migration: Migration, value: Any) -> None:
     """Set the optimizer; one whose package is not installed here is replaced by torch's AdamW, which is noted."""
     name = OTHER_OPTIMIZERS.get(str(value), str(value))

@@ -130,8 +130,7 @@ TABLE: dict[str, Rule] = {
     ),
     **keys(shared.QUANTISED_TRAINING, "load_in_8bit bnb_4bit_* use_bnb_nested_quant"),
     **keys(Without("a local copy of that revision: hf download --revision, and model.path names it"), "model_revision"),
-    **keys(
-        Without("keys of `model`, or a checkpoint whose config.json says so"), "model_init_kwargs router_aux_loss_coef"
-    ),
+    "router_aux_loss_coef": shared.balance,
+    "model_init_kwargs": Without("keys of `model`, or of `model.config`"),
     **keys(Without("rows as data.kind reads them (docs/data.md)"), "dataset_kwargs"),
 }

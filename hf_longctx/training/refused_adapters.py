@@ -5,7 +5,12 @@ Nothing is loaded, and nothing is sent between ranks.
 
 from collections.abc import Callable, Iterator
 
-from hf_longctx.models.adapters.peft_adapters import adapters_of_two, copies_of_tied, shared_among_layers
+from hf_longctx.models.adapters.peft_adapters import (
+    adapters_of_two,
+    copies_of_tied,
+    on_whole_weights,
+    shared_among_layers,
+)
 from hf_longctx.parallel.sharding import tensor_parallel
 from hf_longctx.settings.fields import Problem
 from hf_longctx.settings.longctx import LongContextPlugin
@@ -68,9 +73,16 @@ def _split_heads(request: Request, plugin: LongContextPlugin) -> Iterator[Proble
         )
 
 
+def _whole_weights(request: Request, plugin: LongContextPlugin) -> Iterator[Problem]:
+    for config in (getattr(request.model, "peft_config", None) or {}).values():
+        for reason in on_whole_weights(request.model, vars(config)):
+            yield "fsdp_size", reason
+
+
 OF_ADAPTERS: tuple[Callable[[Request, LongContextPlugin], Iterator[Problem]], ...] = (
     _tied_copies,
     _shared_adapters,
     _adapters_of_two,
     _split_heads,
+    _whole_weights,
 )

@@ -100,6 +100,14 @@ def test_each_key_is_answered_and_its_stack_is_found(stack: str, text: str):
             )
         ),
         (AXOLOTL_CHAT.replace("sequence_len: 4096", "sequence_len: 1e3"), {"longctx.longest_document": 1000}),
+        (
+            AXOLOTL_CHAT + "overrides_of_model_config: {attention_dropout: 0.0}\n",
+            {"model.config": {"attention_dropout": 0.0}},
+        ),
+        *(
+            (f"{text}{key}: 0.01\n", {"model.config": {"output_router_logits": True, "router_aux_loss_coef": 0.01}})
+            for text, key in ((LLAMA_FACTORY, "moe_aux_loss_coef"), (TRL, "router_aux_loss_coef"))
+        ),
     ],
 )
 def test_values_of_theirs_are_ours(text: str, ours: dict[str, Any]):

@@ -18,6 +18,8 @@ from transformers import (
     DbrxForCausalLM,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    JetMoeConfig,
+    JetMoeForCausalLM,
     PreTrainedModel,
 )
 from transformers.models.qwen3 import modeling_qwen3
@@ -97,6 +99,26 @@ def test_what_is_drawn_at_random_is_refused_by_its_field(family: str, field: str
 def test_a_router_that_draws_is_refused_in_a_family_with_attention_of_ours_too():
     with pytest.raises(ValueError, match=r"router_jitter_noise=0\.1: .* Set config\.router_jitter_noise = 0\.0"):
         patch_model(tiny_mixtral(router_jitter_noise=0.1))
+
+
+def test_a_balancing_loss_whose_weight_has_another_name():
+    """JetMoE's plain model was said not to run: the certificate multiplied by a weight that its configuration does not have."""
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "kv_channels": 16,
+    }
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "aux_loss_coef": 0.5}
+    model = JetMoeForCausalLM(JetMoeConfig(vocab_size=128, **sizes, **experts))
+    ids = torch.arange(1, 31)[None]
+    plain = float(model(ids, labels=ids, use_cache=False).loss)
+    shift_labels = torch.cat([ids[:, 1:], torch.full((1, 1), -100)], dim=1)
+    call = {"layout": Layout({0: (Segment(0, 0, 30),)}), "num_items_in_batch": 29, "num_tokens_in_batch": 30}
+    patched = patch_model(model)(input_ids=ids, shift_labels=shift_labels, **call).loss
+    assert float(patched) == pytest.approx(plain, rel=1e-6)
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.1])

@@ -10,7 +10,7 @@ boundaries: `refuse_row_adapters` names them. Dropout of LoRA's inputs is random
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from typing import Any
@@ -37,6 +37,12 @@ ROW_ADAPTERS = {
     "ADALORA": "adds a term to the loss of every call, once for each micro-batch and each rank",
 }
 """PEFT methods beside prompt learning whose result for a token, or loss, depends on more than this token: what each does."""
+ON_WHOLE_WEIGHTS = {
+    "use_dora": "PEFT takes norms of whole weights",
+    "modules_to_save": "PEFT copies whole modules",
+    "trainable_token_indices": "PEFT puts rows into whole embeddings",
+}
+"""Settings of LoRA that a model in parts cannot have -> why not."""
 PLANS_DIFFER = ("velora_config", "monteclora_config", "kasa_config", "alora_invocation_tokens")
 """Settings of LoRA for which that holds too."""
 
@@ -70,8 +76,8 @@ def add_lora(
         The model in PEFT's wrapper, which saves adapters only (adapter_model.safetensors).
 
     Raises:
-        ValueError: no module has such a name, no row of embeddings such a token id, a key that is refused, or DoRA on a model
-            in parts.
+        ValueError: no module has such a name, no row of embeddings such a token id, a key that is refused, or one for which PEFT
+            takes whole weights, on a model in parts.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -93,15 +99,29 @@ def add_lora(
         matched = [name for name in names if name == target or name.endswith(f".{target}")]  # as PEFT does
         _refuse_unmatched(target, matched, names, "module")
     _refuse_tokens(model, given.get("trainable_token_indices", ()))
-    if given.get("use_dora") and any(isinstance(weight, DTensor) for weight in model.parameters()):
-        raise ValueError(
-            "use_dora=True on a model that was loaded in parts (DistributedConfig): PEFT takes norms of whole weights, of which "
-            "each process has a part. Valid: use_dora=False, or a whole model, which LongContextPlugin(sharding='zero3') spreads"
-        )
+    for reason in on_whole_weights(model, given):
+        raise ValueError(reason)
     if "modules_to_save" in given and getattr(model.config.get_text_config(), "tie_word_embeddings", False):
         given.setdefault("ensure_weight_tying", True)
     keys: dict[str, Any] = {"lora_alpha": alpha, "lora_dropout": dropout, "target_modules": targets} | given
     return get_peft_model(model, LoraConfig(r=r, task_type="CAUSAL_LM", **keys))
+
+
+def on_whole_weights(model: Any, settings: Mapping[str, Any]) -> Iterator[str]:
+    """Say which of these settings of LoRA a model that was loaded in parts cannot have, and why; a whole model can have all."""
+    if not any(isinstance(weight, DTensor) for weight in model.parameters()):
+        return
+    in_parts = "on a model that was loaded in parts (DistributedConfig)"
+    valid = "or a whole model, which LongContextPlugin(sharding='zero3') spreads"
+    for key, reason in ON_WHOLE_WEIGHTS.items():
+        if given := settings.get(key):
+            yield f"{key}={given} {in_parts}: {reason}, of which each process has a part. Valid: adapters without it, {valid}"
+    distributed = getattr(model.config, "distributed_config", None)
+    if (given := settings.get("target_parameters")) and (getattr(distributed, "ep_size", None) or 1) > 1:
+        yield (
+            f"target_parameters={given} {in_parts} with ep_size={distributed.ep_size}: PEFT adds to whole weights, and each "
+            f"process computes with its own experts. Valid: DistributedConfig(fsdp_size=...) without ep_size, {valid}"
+        )
 
 
 def four_bit_weights(dtype: torch.dtype) -> Any:

@@ -12,6 +12,8 @@ from typing import Any
 from hf_longctx.models.wrappers import language_model_of
 
 FIELD = "output_router_logits"
+WEIGHTS = ("router_aux_loss_coef", "aux_loss_coef")
+"""Fields of the loss's weight, of all families and of JetMoE."""
 
 
 def has_field(config: Any) -> bool:
@@ -39,4 +41,7 @@ def _parameters(forward: Callable[..., Any]) -> Collection[str]:
 def balance_settings(model: Any) -> tuple[float | None, int | None]:
     """Return the weight of the load-balancing loss and the experts of a token; None where the configuration has no such field."""
     config = model.config.get_text_config(decoder=True)
-    return getattr(config, "router_aux_loss_coef", None), getattr(config, "num_experts_per_tok", None)
+    weights = (getattr(config, name, None) for name in WEIGHTS)
+    return next((weight for weight in weights if weight is not None), None), getattr(
+        config, "num_experts_per_tok", None
+    )

@@ -6,13 +6,14 @@ import torch
 from peft import LoraConfig, VBLoRAConfig, VeraConfig, get_peft_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from transformers.distributed import DistributedConfig
 
 from hf_longctx import patch_model
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.settings.longctx import LongContextPlugin
 from hf_longctx.training.refusals import problems
 from hf_longctx.training.request import Request, stated
-from tests.builders.tiny_models import tiny_llama
+from tests.builders.tiny_models import tiny_llama, tiny_mixtral
 from tests.worlds.rank_pool import RankPool
 
 
@@ -74,9 +75,35 @@ def test_adapters_that_need_whole_weights_are_refused_in_parts(ranks1: RankPool)
     for targets, settings, named in (
         (["lm_head"], {}, "output head of a model that was loaded in parts"),
         (["q_proj"], {"use_dora": True}, "use_dora=True on a model that was loaded in parts"),
+        (["q_proj"], {"modules_to_save": ["norm"]}, "modules_to_save=['norm'] on a model that was loaded in parts"),
+        (
+            ["q_proj"],
+            {"trainable_token_indices": [1]},
+            "trainable_token_indices=[1] on a model that was loaded in parts",
+        ),
         (["q_proj"], {}, ""),
     ):
         [message] = ranks1.run(refused_in_parts, targets, **settings)
         assert named in message
         assert bool(message) == bool(named)
         assert not named or "Valid: " in message
+
+
+def refused_with_experts(ep_size: int) -> list[str]:
+    """Return why an adapter on experts, of PEFT's own, is refused where experts are spread over so many processes."""
+    model = tiny_mixtral()
+    router = model.model.layers[0].mlp.gate
+    router.weight = torch.nn.Parameter(distribute_tensor(router.weight.data, init_device_mesh("cpu", (1,))))
+    model.config.distributed_config = DistributedConfig(fsdp_size=2, ep_size=ep_size)
+    model.peft_config = {"default": LoraConfig(target_parameters=["mlp.experts.down_proj"])}
+    refused = problems(Request(stated({}), LongContextPlugin(capacity=8), model, 1))
+    return [rule for key, rule in refused if key == "fsdp_size"]
+
+
+def test_adapters_on_experts_that_are_spread_are_refused(ranks1: RankPool):
+    [rules] = ranks1.run(refused_with_experts, 2)
+    [rule] = rules
+    assert "target_parameters=['mlp.experts.down_proj'] on a model that was loaded in parts" in rule
+    assert "with ep_size=2" in rule
+    assert "Valid: DistributedConfig(fsdp_size=...) without ep_size" in rule
+    assert ranks1.run(refused_with_experts, 1) == [[]]
