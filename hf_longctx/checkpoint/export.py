@@ -84,6 +84,15 @@ def saved_as_peft(trainer: Any) -> Iterator[None]:
         trainer.model = trained
 
 
+def named_once(model: Any, weights: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Leave out second names of tied weights, as transformers does with those in one memory; FSDP2 gathers each name by
+    itself."""
+    if weights is None:
+        return None
+    first_name = getattr(language_model_of(model), "all_tied_weights_keys", None) or {}
+    return {name: weight for name, weight in weights.items() if first_name.get(name) not in weights}
+
+
 def publish_arguments(trainer: Any, folder: str | None) -> None:
     """Replace the pickle of arguments that Trainer writes beside a model, which holds the hub's token, with JSON, and let others
     read the weights."""

@@ -73,7 +73,7 @@ from transformers.utils import logging
 
 from hf_longctx.attention.exchange import Exchange
 from hf_longctx.checkpoint.checkpoints import Checkpoints
-from hf_longctx.checkpoint.export import named_as_made, publish_arguments, saved_as_peft, whole_state_dict
+from hf_longctx.checkpoint.export import named_as_made, named_once, publish_arguments, saved_as_peft, whole_state_dict
 from hf_longctx.checkpoint.folder import remove_leftovers
 from hf_longctx.data.collator import RankStep
 from hf_longctx.data.loader import NotWanted, PlannedDataLoader, PlannedSteps
@@ -673,7 +673,7 @@ class LongContextMixin(_Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict | None = None) -> None:
         with saved_as_peft(self), named_as_made(self.model):
-            super()._save(output_dir, state_dict)
+            super()._save(output_dir, named_once(self.model, state_dict))
         publish_arguments(self, output_dir)
 
     def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:

@@ -18,6 +18,7 @@ import torch
 from accelerate.utils import FullyShardedDataParallelPlugin
 from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
 from datasets import Dataset
+from safetensors.torch import load_file
 from torch.distributed.tensor import Shard
 from transformers import AutoModelForCausalLM, TrainerCallback
 
@@ -31,6 +32,7 @@ from hf_longctx.parallel.sharding import (
     refuse_mixed_dtypes,
 )
 from hf_longctx.training.memory.capacity import memory_model
+from tests.builders.tiny_models import tiny_llama
 from tests.builders.training.sharded_runs import CAPACITY, LENGTHS, STEPS, assert_same, refused, run
 from tests.builders.training_runs import (
     ANY_MODELS,
@@ -372,7 +374,7 @@ def every_way_to_a_model(output: str, sharding: str, parts: str) -> dict[str, An
     rows = Dataset.from_list(documents(LENGTHS[:8]))
     settings: dict[str, Any] = {"max_steps": 2, "fsdp": True, "fsdp_config": {"state_dict_type": parts}}
     trainer = LongContextTrainer(
-        model_init=lambda: MODELS["llama"](),
+        model_init=lambda: tiny_llama(tie_word_embeddings=True),
         args=arguments(output, **settings if sharding != "ddp" else {"max_steps": 2}),
         train_dataset=rows,
         eval_dataset=rows,
@@ -404,6 +406,8 @@ def test_a_model_from_a_function_is_evaluated_trained_and_saved(
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / sharding).state_dict()
     for name, weight in expected.items():
         torch.testing.assert_close(saved[name], weight, rtol=0, atol=1e-4)
+    names, other_names = (load_file(tmp_path / folder / "model.safetensors").keys() for folder in ("ddp", sharding))
+    assert names == other_names, "tied weights have one name in both"
 
 
 def test_layers_that_a_text_model_comes_without_are_not_looked_for():
