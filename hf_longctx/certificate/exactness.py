@@ -176,7 +176,8 @@ def checkpointed(model: Any) -> Any:
         return model
     for layer in copied.modules():
         if isinstance(layer, GradientCheckpointingLayer) and layer.gradient_checkpointing:
-            layer._gradient_checkpointing_func = partial(_run_kept, layer._gradient_checkpointing_func)
+            run: Any = layer._gradient_checkpointing_func
+            layer.__dict__["_gradient_checkpointing_func"] = partial(_run_kept, run)
     return copied
 
 
