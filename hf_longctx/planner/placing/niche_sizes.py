@@ -17,14 +17,16 @@ from hf_longctx.planner.placing.bisection import Large
 from hf_longctx.planner.placing.rank_blocks import NEARLY_BUSY, STEPS, smallest_group
 
 
-@inlined
-@borrowing
 @compiled
-def least_work_of(i: int, large: Large, context: PlacementContext) -> int:  # pragma: no cover - compiled
-    """Nanoseconds of equal ranks together that no group of the document takes less than."""
-    fewest = max(-(-large.footprints[i] // context.capacity), 1)
-    work = work_of(large.lengths[i], fewest, context.coefficients)
-    return work + context.micro_batch * fewest if fewest > 1 else work
+def least_works(large: Large, context: PlacementContext) -> np.ndarray:  # pragma: no cover - compiled
+    """int64 [documents]: nanoseconds of equal ranks together that no group of each takes less than."""
+    works = np.empty(len(large.lengths), np.int64)
+    for i in range(len(works)):
+        fewest = max(-(-large.footprints[i] // context.capacity), 1)
+        works[i] = work_of(large.lengths[i], fewest, context.coefficients)
+        if fewest > 1:
+            works[i] += context.micro_batch * fewest
+    return works
 
 
 @borrowing

@@ -36,7 +36,7 @@ from hf_longctx.planner.compiled import borrowing, compiled, inlined, listed
 from hf_longctx.planner.cost.group_times import PlacementContext
 from hf_longctx.planner.placing.bisection import Large
 from hf_longctx.planner.placing.free_runs import heapify, is_free_with_next, join_next, remove_first, sift_up, sink
-from hf_longctx.planner.placing.niche_sizes import first_in_time, least_work_of, time_of, units_for
+from hf_longctx.planner.placing.niche_sizes import first_in_time, time_of, units_for
 from hf_longctx.planner.placing.rank_blocks import ROUNDED
 
 FIRST_DELAY = 2000
@@ -70,6 +70,7 @@ class Niches(NamedTuple):
 @compiled
 def place_in_niches(
     large: Large,
+    least_work: np.ndarray,
     begin: int,
     end: int,
     domain: int,
@@ -88,6 +89,7 @@ def place_in_niches(
     """Places documents `begin` to `end` so that all end by `target`, or, in growing steps, by `latest`.
 
     Args:
+        least_work: int64 [documents]: nanoseconds that each takes of equal ranks together, at least (`least_works`).
         domain: ranks of a domain, a multiple of `unit`: no document lies in two of them.
         unit: ranks that are taken together. Those that are left over at the end of a domain are not used.
         latest: where documents that wait find no niche, `target` moves up, at most to there; never where this is no later.
@@ -101,6 +103,15 @@ def place_in_niches(
         The end of what is filled of `member`; -1 if a document finds no niche, or `member` is too short.
     """
     world_size = len(loads)
+    # Work that waits, and what equal ranks can still do until the target: with less, one will find no niche.
+    work_left, room_left = 0.0, 0.0
+    if context.uniform:
+        for i in range(begin, end):
+            work_left += least_work[i]
+        for rank in range(world_size):
+            room_left += max(target - loads[rank], 0)
+        if work_left > room_left + room_left * ROUNDED + float(max(latest - target, 0)) * world_size:
+            return -1
     domains = -(-world_size // domain)
     stride = min(domain, world_size) // unit
     # Of each domain, a heap of runs of units that are free at the same time, the earliest first: when, how many, and the first
@@ -156,7 +167,9 @@ def place_in_niches(
         fits_from,
         listed(np.full(domain // unit + 1, begin)),
         listed(np.arange(end + 1)),
-        listed(np.zeros(end - begin, np.int64)),
+        listed(least_work),
+        work_left,
+        room_left,
         loads,
         sizes,
         starts,
@@ -188,6 +201,8 @@ def _fill_niches(
     likely_first: np.ndarray,
     following_document: np.ndarray,
     least_work: np.ndarray,
+    work_left: float,
+    room_left: float,
     loads: np.ndarray,
     sizes: np.ndarray,
     starts: np.ndarray,
@@ -201,19 +216,11 @@ def _fill_niches(
         fits_from, likely_first: by width of a niche, the first document that it holds, and the first that ended in time in the
             last one as wide.
         following_document: [documents + 1]: see `_next`.
-        least_work: [documents from `begin` on], zeros, filled: nanoseconds that each takes of equal ranks together, at least.
+        work_left, room_left: of equal ranks, nanoseconds: what the documents take at least, and what ranks have until `target`.
     """
     height, width, head, tail, following, runs, queue, free_at = niches
     world_size, stride, best = len(loads), len(height) // len(runs), large.best
     waiting, usable = end - begin, len(queue)
-    # Work that waits, and what equal ranks can still do until the target: with less, one will find no niche.
-    work_left, room_left = 0.0, 0.0
-    if context.uniform:
-        for i in range(end - begin):
-            least_work[i] = least_work_of(begin + i, large, context)
-            work_left += least_work[i]
-        for rank in range(world_size):
-            room_left += max(target - loads[rank], 0)
     lost = room_left * ROUNDED
     delay = max(target // FIRST_DELAY, 1)
     opened = usable
@@ -269,7 +276,7 @@ def _fill_niches(
                 return -1
             starts[i], sizes[i], first_member[i] = now, size * unit, members
             stop = now + time_of(i, size, unit, head[run], following, large, context)
-            work_left -= least_work[i - begin]
+            work_left -= least_work[i]
             room_left -= float(stop - now) * size * unit
             group, newest = head[run], -1
             for _ in range(size):

@@ -7,6 +7,7 @@ matter which of them a group has, and inside of one not which of its ranks. Noth
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from hf_longctx.planner.compiled import compiled, listed
 from hf_longctx.planner.cost.cost_model import CostModel
 from hf_longctx.planner.cost.group_times import PlacementContext, group_times
 from hf_longctx.planner.placing.bisection import Large, largest_room
+from hf_longctx.planner.placing.niche_sizes import least_works
 from hf_longctx.planner.placing.niches import place_in_niches
 from hf_longctx.planner.placing.windows import place_in_windows
 from hf_longctx.planner.topology import Topology
@@ -44,6 +46,12 @@ class ScatteredGroups:
         most = int(topology.fewest_ranks(large.footprints).sum()) * MEMBERS + world_size
         self._member = np.empty(min(most, len(large.footprints) * world_size), np.int64)
         self._first_member = np.full(len(large.footprints), -1)  # where the ranks of each begin; -1: they are adjacent
+
+    @cached_property
+    def _least_work(self) -> np.ndarray:
+        """int64 [documents], as `place_in_niches` takes it: of unequal ranks, nothing."""
+        large, context = self._large, self._context
+        return np.asarray(least_works(large, context)) if context.uniform else np.zeros(len(large.lengths), np.int64)
 
     def in_windows(self, target: int, sizes: np.ndarray, starts: np.ndarray, loads: np.ndarray) -> bool:
         """Place the documents that need several nodes so that they end by `target`, and return whether that could be.
@@ -78,7 +86,7 @@ class ScatteredGroups:
             if members >= 0 and begin < end:
                 ways = (begin, end, domain, together, target, latest, even, self._context)
                 filled = (sizes, starts, loads, self._member, self._first_member)
-                members = int(place_in_niches(self._large, *ways, *filled, members))
+                members = int(place_in_niches(self._large, self._least_work, *ways, *filled, members))
         return members >= 0
 
     def forget(self) -> None:
