@@ -93,7 +93,7 @@ def run(config: Config) -> LongContextTrainer:
     show_live(trainer, console)
     chosen = config.model
     if chosen.lora and (chosen.rope_scaling or chosen.config or chosen.added_tokens or chosen.eos_token):
-        trainer.add_callback(ScaledConfig())
+        trainer.add_callback(TrainedConfig())
     with trainer.checkpoints.alone_in_output_dir(trainer.args.resume_from_checkpoint, writes=True):
         _train(trainer, console, watching)
     return trainer
@@ -276,9 +276,10 @@ class ReportingTrainer(LongContextTrainer):
                 Console(stderr=True).print(f"no {what} of the run: {type(error).__name__}: {error}", markup=False)
 
 
-class ScaledConfig(TrainerCallback):
-    """Leaves config.json and generation_config.json beside the saved adapters: the positions and tokens they were trained with,
-    and what ends texts, are not those of the weights they stand on, and PEFT saves neither. Checkpoints hold both."""
+class TrainedConfig(TrainerCallback):
+    """Leaves config.json and generation_config.json beside the saved adapters: the positions, tokens and keys of `model.config`
+    they were trained with, and what ends texts, are not those of the weights they stand on, and PEFT saves none of it.
+    Checkpoints hold both files."""
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.is_world_process_zero:
@@ -296,9 +297,10 @@ def _model(config: Config, model_path: str | None, settings: dict[str, Any], tok
         model_config = AutoConfig.for_model(**chosen.random_init)
     else:
         model_config = AutoConfig.from_pretrained(model_path, trust_remote_code=chosen.trust_remote_code)
+        model_config = overridden(
+            model_config, chosen.config or {}, path=model_path, trust_remote_code=chosen.trust_remote_code
+        )
         _dequantise(model_config)
-        changed = chosen.config or {}
-        model_config = overridden(model_config, changed, trust_remote_code=chosen.trust_remote_code)
     if chosen.rope_scaling is not None:
         scale_rope(model_config, **chosen.rope_scaling.model_dump())
     settings = settings | {"trust_remote_code": chosen.trust_remote_code}

@@ -31,8 +31,8 @@ class KeptAttention:
         """Results of forward that no recomputation has taken out yet, in the order of their calls."""
 
     def in_layer(self, layer: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a layer, whose keywords (those of a partial) now bring this to its attention, where they have a layout. It says
-        here when it runs: first its forward, then its recomputation."""
+        """Wrap a layer so that its attention receives this object, and count its runs: the first is its forward, the second its
+        recomputation. The layer is a partial, whose keywords hold the layout; without one, nothing is kept."""
         keywords = layer.keywords if isinstance(layer, partial) else {}
         if keywords.get("layout") is not None:
             brought: dict[str, Any] = {"keep_attention": self}
@@ -41,6 +41,8 @@ class KeptAttention:
 
         def run(*inputs: Any) -> Any:
             self._runs += 1
+            if self._runs > 2:
+                self._kept.clear()
             return layer(*inputs, **brought)
 
         return run

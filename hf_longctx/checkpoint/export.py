@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.distributed.fsdp import FSDPModule
 from transformers.utils import CONFIG_NAME
 
@@ -85,12 +86,15 @@ def saved_as_peft(trainer: Any) -> Iterator[None]:
 
 
 def named_once(model: Any, weights: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Leave out second names of tied weights, as transformers does with those in one memory; FSDP2 gathers each name by
+    """Leave out second names of tied weights, as transformers does with those that share storage; FSDP2 gathers each name by
     itself."""
     if weights is None:
         return None
     first_name = getattr(language_model_of(model), "all_tied_weights_keys", None) or {}
-    return {name: weight for name, weight in weights.items() if first_name.get(name) not in weights}
+    second = {name for name, first in first_name.items() if name in weights and first in weights and name != first}
+    # One that was untied since it was loaded has values of its own.
+    tied = {name for name in second if torch.equal(weights[name], weights[first_name[name]])}
+    return {name: weight for name, weight in weights.items() if name not in tied}
 
 
 def publish_arguments(trainer: Any, folder: str | None) -> None:

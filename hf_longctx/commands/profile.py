@@ -242,7 +242,7 @@ def _model(name: str) -> tuple[Any, dict[str, Any], str]:
     if path == EMBEDDED_MODEL:
         path = str(prepare_model(default_cache_dir()))
     refuse_unreachable(path)
-    return overridden(AutoConfig.from_pretrained(path), overrides), chosen, weights
+    return overridden(AutoConfig.from_pretrained(path), overrides, path=path), chosen, weights
 
 
 def _clock(asked: str | None, crowded: bool) -> Literal["wall", "cpu"]:

@@ -370,7 +370,7 @@ TABLE: dict[str, Rule] = {
         Needless("embeddings get as many rows as there are tokens"),
         "resize_token_embeddings_to_32x mean_resizing_embeddings",
     ),
-    **keys(To("model.config"), "overrides_of_model_config model_config"),
+    **keys(shared.overrides, "overrides_of_model_config model_config"),
     **keys(Without("a checkpoint whose config.json says so"), "overrides_of_model_kwargs scaling_softmax*"),
     "rope_scaling": To("model.rope_scaling"),
     **keys(

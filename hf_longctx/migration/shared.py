@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from hf_longctx.migration.rules import Migration, Needless, Refuse, Rule, Without, as_list, whole
+from hf_longctx.migration.rules import Migration, Needless, NotTranslated, Refuse, Rule, Without, as_list, whole
 
 PACKAGES = (
     ("bnb", "bitsandbytes"),
@@ -66,7 +66,20 @@ PROFILED = Without("steps are measured all the time: report.html, live view; `hf
 
 def balance(migration: Migration, weight: Any) -> None:
     """Have the experts of a mixture balanced by transformers' loss with this weight."""
-    migration.set("model.config", {"output_router_logits": True, "router_aux_loss_coef": float(weight)})
+    keys = {"output_router_logits": True, "router_aux_loss_coef": float(weight)}
+    migration.put("model.config", (migration.get("model.config") or {}) | keys)
+    migration.note("translated", f"model.config: {keys}, of a mixture of experts: take it out for another model")
+
+
+def overrides(migration: Migration, keys: Any) -> None:
+    """Set keys of the model's configuration."""
+    if not isinstance(keys, Mapping):
+        raise NotTranslated(f"must be a mapping of keys of config.json, got {keys!r}")
+    others = dict(keys)
+    if (scaling := others.pop("rope_scaling", None)) is not None:
+        migration.set("model.rope_scaling", scaling)
+    if others:
+        migration.set("model.config", (migration.get("model.config") or {}) | others)
 
 
 def optimizer(migration: Migration, value: Any) -> None:

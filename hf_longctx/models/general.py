@@ -38,7 +38,7 @@ def refuse_unreachable(model: Any) -> None:
     Notes which part of the model turns tokens into hidden states (`base_of`)."""
     if getattr(model, "longctx_cut", None) is None:
         find_base(model)
-        refuse_random_attention(model.config.get_text_config(decoder=True))
+        refuse_random_attention(model.config)
 
 
 def needs_own_logits(model: Any) -> bool:
@@ -67,22 +67,34 @@ def needs_own_logits(model: Any) -> bool:
 def refuse_random_attention(config: Any) -> None:
     """Raises ValueError for attention probabilities that are dropped and experts that are drawn, which would depend on how
     documents are spread over ranks, and for layers that are: a rank that skips one leaves others waiting for its keys. A tiny
-    copy has none of them."""
-    for name, value in layers_drawn(config):
+    copy has none of them.
+
+    config: of the whole model, whose language model is looked at.
+    """
+    text = config.get_text_config(decoder=True)
+    for name, value in layers_drawn(text):
         raise ValueError(
             f"{name}={value}: each rank would draw the layers that it skips, and ranks that hold a document together must "
-            f"run the same ones. Set config.{name} = 0.0, in YAML model.config.{name}: 0.0"
+            f"run the same ones. {_set_to_zero(config, text, name)}"
         )
-    for name, value in _attention_drawn(config):
+    for name, value in _attention_drawn(text):
         raise ValueError(
             f"{name}={value}: what is drawn at random in attention or in a router depends on how a document is split over "
-            f"ranks. Set config.{name} = 0.0, in YAML model.config.{name}: 0.0"
+            f"ranks. {_set_to_zero(config, text, name)}"
         )
 
 
-def draw_nothing(config: Any) -> None:
-    """Set all that `refuse_random_attention` refuses to 0, as it is for a model in evaluation mode: nothing is drawn there."""
-    for name, _ in [*layers_drawn(config), *_attention_drawn(config)]:
+def _set_to_zero(config: Any, text: Any, name: str) -> str:
+    """Say how a field of a language model is set to 0, in Python and in YAML, wherever in the whole model's configuration."""
+    part = next((f"{part}." for part, value in vars(config).items() if value is text), "")
+    return f"Set config.{part}{name} = 0.0, in YAML model.config.{part}{name}: 0.0"
+
+
+def drop_nothing(config: Any) -> None:
+    """Set the probabilities by which a language model drops attention and layers to 0, as they are in evaluation mode. Noise of
+    routers stays: PhiMoE weighs its experts by it in evaluation too."""
+    dropped = [(name, value) for name, value in _attention_drawn(config) if "jitter" not in name]
+    for name, _ in [*layers_drawn(config), *dropped]:
         *parts, field = name.split(".")
         setattr(reduce(getattr, parts, config), field, 0.0)
 

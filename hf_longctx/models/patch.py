@@ -160,7 +160,7 @@ def _refuse_model(language_model: Any, attention: list[Any], traits: Traits | No
     if traits is not None and traits.alone:
         return needs_own_logits(language_model)
     if attention:
-        refuse_random_attention(config.get_text_config(decoder=True))
+        refuse_random_attention(config)
     else:
         refuse_unreachable(language_model)
     return needs_own_forward(language_model, certified=traits is not None)

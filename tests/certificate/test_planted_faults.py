@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    DiffLlamaConfig,
+    DiffLlamaForCausalLM,
     GPT2Config,
     LlamaConfig,
     LlamaForCausalLM,
@@ -16,6 +18,7 @@ from transformers import (
 from transformers.models.qwen3 import modeling_qwen3
 
 from hf_longctx import patch_model
+from hf_longctx.attention.kept import KeptAttention
 from hf_longctx.certificate import certificate_for, certificate_of
 from hf_longctx.certificate.tiny_model import causal_lm_class
 from hf_longctx.models import attention
@@ -212,6 +215,20 @@ def test_a_fault_of_ours_is_found(name: str, planted: Any, monkeypatch: pytest.M
     certificate = certificate_of(tiny_general("gpt_oss", num_hidden_layers=1, layer_types=["sliding_attention"]))
     assert "differs by" in certificate.reason, name
     assert not certificate.traits.in_masks, "what is exact then is attention of the model's own, document by document"
+
+
+def test_attention_that_is_kept_for_the_wrong_call_is_found(monkeypatch: pytest.MonkeyPatch, no_certificates_yet: None):
+    """A layer of DiffLlama calls attention twice; the second call was given what is kept of the first."""
+    own = KeptAttention.once
+
+    def first_of_all(self: Any, compute: Any) -> Any:
+        return tuple(self._kept[0]) if self._kept else own(self, compute)
+
+    monkeypatch.setattr(KeptAttention, "once", first_of_all)
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = DiffLlamaConfig(vocab_size=128, num_key_value_heads=2, **sizes)
+    certificate = certificate_for(DiffLlamaForCausalLM, config)
+    assert "with activation checkpointing differs by" in certificate.reason
 
 
 def test_an_error_of_a_millionth_is_found(monkeypatch: pytest.MonkeyPatch, no_certificates_yet: None):

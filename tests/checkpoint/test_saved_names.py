@@ -7,6 +7,8 @@ import pytest
 from safetensors import safe_open
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
+from hf_longctx.checkpoint.export import named_once
+from tests.builders.tiny_models import tiny_llama
 from tests.builders.training_runs import RecordingTrainer, documents, train
 from tests.worlds.rank_pool import RankPool
 
@@ -38,3 +40,14 @@ def test_a_sharded_model_that_was_not_loaded_is_saved_with_the_names_of_a_plain_
     GPTNeoXForCausalLM(GPTNeoXConfig(vocab_size=128, **SIZES)).save_pretrained(tmp_path / "plain")
     ranks2.run(save_sharded, str(tmp_path / "sharded"))
     assert names(tmp_path / "sharded") == names(tmp_path / "plain")
+
+
+def test_only_a_tied_weight_is_left_out_under_its_second_name():
+    """Such as FSDP2 gathers them: each name has a tensor of its own."""
+    model = tiny_llama(tie_word_embeddings=True)
+    weights = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert weights.keys() - named_once(model, weights).keys() == {"lm_head.weight"}
+    assert named_once(model, {"lm_head.weight": weights["lm_head.weight"]}), "a last stage alone"
+    untied = weights | {"lm_head.weight": weights["lm_head.weight"] + 1}
+    assert named_once(model, untied).keys() == weights.keys(), "a head that was untied since it was loaded"
+    assert named_once(model, None) is None

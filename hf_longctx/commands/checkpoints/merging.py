@@ -109,11 +109,11 @@ def merged(adapter: Path, base: str | None, dtype: str) -> tuple[Any, str]:
 
 
 def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) -> tuple[str, Any, int]:
-    """Return where the base is, its configuration with the positions that the adapter was trained with, and the tokens it
-    knows."""
+    """Return where the base is, the configuration that the adapter was trained with, which is the base's unless the adapter has
+    one, and the tokens it knows."""
     from transformers import AutoConfig
 
-    from hf_longctx.commands.shared.loading import resolved
+    from hf_longctx.commands.shared.loading import resolved, with_rows_of
 
     name = base or adapter_config.base_model_name_or_path
     if not name:
@@ -126,16 +126,13 @@ def _base_config(adapter: Path, adapter_config: PeftConfig, base: str | None) ->
             f"{adapter} stands on {name!r}, and transformers finds no model there ({str(error).splitlines()[0]}): say where the "
             "weights are with --base PATH"
         ) from error
-    rows = config.get_text_config().vocab_size
-    if (adapter / "config.json").is_file():
-        trained = AutoConfig.from_pretrained(adapter)
-        rows = trained.get_text_config().vocab_size
-        config.eos_token_id = trained.eos_token_id
-        if not hasattr(config, "rope_parameters"):
-            return name, config, rows
-        config.rope_parameters = trained.rope_parameters
-        config.max_position_embeddings = trained.max_position_embeddings
-    return name, config, rows
+    if not (adapter / "config.json").is_file():
+        return name, config, config.get_text_config().vocab_size
+    trained = AutoConfig.from_pretrained(adapter)
+    rows = with_rows_of(trained, name)
+    if hasattr(config, "quantization_config"):  # how the base is read
+        trained.quantization_config = config.quantization_config
+    return name, trained, rows
 
 
 def _save_tokenizer(adapter: Path, base: str, output: Path) -> str:

@@ -165,13 +165,15 @@ def model_config(chosen: ModelConfig) -> Any:
 
     if chosen.random_init is not None:
         return AutoConfig.for_model(**chosen.random_init)
-    path, trusted = str(chosen.path), chosen.trust_remote_code
-    if (sizes := published_sizes(path)) is not None:
-        read = transformers_config(sizes)
-    else:
-        refuse_unreachable(path)
-        read = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
-    return overridden(read, chosen.config or {}, trust_remote_code=trusted)
+    path, trusted, overrides = str(chosen.path), chosen.trust_remote_code, chosen.config or {}
+    sizes = published_sizes(path)
+    if (
+        sizes is not None and not overrides
+    ):  # keys are those of the real file, which may hold more than a language model
+        return transformers_config(sizes)
+    refuse_unreachable(path)
+    read = AutoConfig.from_pretrained(path, trust_remote_code=trusted)
+    return overridden(read, overrides, path=path, trust_remote_code=trusted)
 
 
 def _sharding(setting: str, arguments: Any, processes: int) -> tuple[Sharding, str]:

@@ -127,11 +127,11 @@ def saved_config(name: str) -> Any:
 
 
 def _evaluated_config(name: str) -> Any:
-    """The same without what is drawn at random while training: GPT-2 is saved with dropout in its attention, for instance."""
-    from hf_longctx.models.general import draw_nothing
+    """Read a model's configuration, with the dropout of attention that it trains with (GPT-2 does, for instance) set to 0."""
+    from hf_longctx.models.general import drop_nothing
 
     config = saved_config(name)
-    draw_nothing(config.get_text_config(decoder=True))
+    drop_nothing(config.get_text_config(decoder=True))
     return config
 
 

@@ -115,11 +115,12 @@ def on_whole_weights(model: Any, settings: Mapping[str, Any]) -> Iterator[str]:
     valid = "or a whole model, which LongContextPlugin(sharding='zero3') spreads"
     for key, reason in ON_WHOLE_WEIGHTS.items():
         if given := settings.get(key):
-            yield f"{key}={given} {in_parts}: {reason}, of which each process has a part. Valid: adapters without it, {valid}"
+            shown = repr(given)[:100]
+            yield f"{key}={shown} {in_parts}: {reason}, of which each process has a part. Valid: adapters without it, {valid}"
     spread_over = getattr(getattr(model.config, "distributed_config", None), "ep_size", None) or 1
     if (given := settings.get("target_parameters")) and spread_over > 1:
         yield (
-            f"target_parameters={given} {in_parts} with ep_size={spread_over}: PEFT adds to whole weights, and each "
+            f"target_parameters={repr(given)[:100]} {in_parts} with ep_size={spread_over}: PEFT adds to whole weights, and each "
             f"process computes with its own experts. Valid: DistributedConfig(fsdp_size=...) without ep_size, {valid}"
         )
 

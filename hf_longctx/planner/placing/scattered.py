@@ -49,7 +49,7 @@ class ScatteredGroups:
 
     @cached_property
     def _least_work(self) -> np.ndarray:
-        """int64 [documents], as `place_in_niches` takes it: of unequal ranks, nothing."""
+        """int64 [documents], as `place_in_niches` takes it; zeros where ranks are unequal."""
         large, context = self._large, self._context
         return np.asarray(least_works(large, context)) if context.uniform else np.zeros(len(large.lengths), np.int64)
 

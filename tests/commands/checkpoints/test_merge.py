@@ -18,8 +18,8 @@ from hf_longctx.commands.shared.loading import load_model
 from hf_longctx.data.embedded.embedded_model import DIRECTORY
 from hf_longctx.models.adapters.peft_adapters import add_lora
 from hf_longctx.models.rope_scaling import scale_rope
-from hf_longctx.run import ScaledConfig
-from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mixtral
+from hf_longctx.run import TrainedConfig
+from tests.builders.tiny_models import tiny_bloom, tiny_llama, tiny_mistral, tiny_mixtral
 
 IDS = torch.arange(60)[None] % 128
 
@@ -95,7 +95,7 @@ def test_what_ends_texts_lies_beside_adapters_that_end_them_otherwise(tmp_path: 
     model = add_lora(tiny_llama(), r=2)
     model.generation_config.eos_token_id = 7
     arguments, state = SimpleNamespace(output_dir=tmp_path), SimpleNamespace(is_world_process_zero=True)
-    ScaledConfig().on_train_end(arguments, state, None, model=model)
+    TrainedConfig().on_train_end(arguments, state, None, model=model)
     assert AutoConfig.from_pretrained(tmp_path).vocab_size == 128
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == 7
 
@@ -107,6 +107,20 @@ def test_a_model_without_rotary_positions_whose_adapter_lies_beside_a_configurat
     assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     torch.testing.assert_close(logits(merged), expected, rtol=0, atol=1e-4)
+
+
+def test_other_keys_of_the_configuration_that_the_adapter_was_trained_with_are_merged_too(tmp_path: Path):
+    """Only positions and ends were: a model merged after training without its window had it again."""
+    model = tiny_mistral(sliding_window=3)
+    adapter, windowed = saved_adapter(tmp_path, model)
+    model.config.sliding_window = None
+    model.config.save_pretrained(adapter)
+    assert main(["merge", str(adapter), str(tmp_path / "merged")]) == 0
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert merged.config.sliding_window is None
+    evaluated = load_model(str(adapter), "auto", torch.device("cpu"))
+    torch.testing.assert_close(logits(merged), logits(evaluated), rtol=0, atol=1e-4)
+    assert not torch.allclose(logits(merged), windowed, atol=1e-3), "the window matters"
 
 
 def test_the_base_may_have_moved_and_the_dtype_is_chosen(tmp_path: Path, capsys: Any):
