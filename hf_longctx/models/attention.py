@@ -309,7 +309,7 @@ def refuse_dropout(name: str, dropout: float) -> None:
     if dropout:
         raise ValueError(
             f"{name}={dropout}: dropping attention probabilities would depend on how a document is split over ranks. Set "
-            f"config.{name} = 0.0"
+            f"config.{name} = 0.0, in YAML model.config.{name}: 0.0"
         )
 
 

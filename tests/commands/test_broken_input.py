@@ -176,6 +176,22 @@ def test_tokens_that_the_model_does_not_know_are_refused_by_a_dry_run_too(folder
     assert f"must lie in 0 to {TINY['vocab_size'] - 1}" in refused(capsys, "train", "run.yaml", "--dry-run")
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [("train", "run.yaml"), ("train", "run.yaml", "--dry-run"), ("profile", "--model", "run.yaml")],
+    ids=" ".join,
+)
+def test_keys_of_a_models_configuration_are_those_of_every_verb(verb: tuple[str, ...], folder, capsys):
+    tiny_llama(attention_dropout=0.5).save_pretrained("model")
+    capsys.readouterr()  # how far saving is
+    if "--dry-run" in verb:
+        assert "in YAML model.config.attention_dropout: 0.0" in refused(capsys, *verb)
+    settings = yaml.safe_load(Path("run.yaml").read_text())
+    settings["model"]["config"] = {"attention_dropout": 0.0, "num_layers": 1}
+    Path("run.yaml").write_text(yaml.safe_dump(settings))
+    assert "model.config.num_layers: unknown key (value 1)" in refused(capsys, *verb)
+
+
 def test_an_adapter_on_the_embedded_model_finds_it_on_another_machine(folder, capsys, monkeypatch):
     monkeypatch.setenv("HF_LONGCTX_CACHE", str(folder / "cache"))
     shutil.copytree("model", f"cache/{DIRECTORY}")
