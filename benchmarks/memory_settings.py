@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 from typing import Any
 
+from model_coverage import add_types
 from report import conclude, parser
 
 
@@ -160,12 +161,7 @@ def figures_of(lines: Sequence[Line]) -> Iterator[tuple[str, float]]:
 
 def main() -> int:
     options: argparse.ArgumentParser = parser(__doc__)
-    options.add_argument(
-        "--types", nargs="+", metavar="TYPE", help="try these model types (default: all of AutoModelForCausalLM)"
-    )
-    options.add_argument(
-        "--processes", type=int, default=os.cpu_count() or 1, help="start so many processes (default: %(default)s)"
-    )
+    add_types(options)
     arguments = options.parse_args()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 

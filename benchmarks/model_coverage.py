@@ -249,14 +249,19 @@ def _one_line(reason: str) -> str:
     return " ".join(reason.split())[:160].replace("|", "\\|")
 
 
-def main() -> int:
-    options: argparse.ArgumentParser = parser(__doc__)
+def add_types(options: argparse.ArgumentParser) -> None:
+    """Add which model types are tried, and by how many processes."""
     options.add_argument(
         "--types", nargs="+", metavar="TYPE", help="try these model types (default: all of AutoModelForCausalLM)"
     )
     options.add_argument(
         "--processes", type=int, default=os.cpu_count() or 1, help="start so many processes (default: %(default)s)"
     )
+
+
+def main() -> int:
+    options: argparse.ArgumentParser = parser(__doc__)
+    add_types(options)
     options.add_argument("--page", type=Path, help="write docs/models.md there")
     arguments = options.parse_args()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES

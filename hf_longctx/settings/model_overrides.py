@@ -89,6 +89,7 @@ def _replace(
             if not isinstance(value, Mapping):
                 raise ValueError(f"{here}: must be a mapping, got {shown(value)}")
             part = getattr(config, key, None)
+            # What a file leaves out of a part is its class's default; a mapping, such as that of rotary positions, is one whole.
             fields[key] = dict(fields.get(key) or (present if isinstance(part, Mapping) or part is None else {}))
             _replace(fields[key], value, present, None if isinstance(part, Mapping) else part, here)
         else:

@@ -167,9 +167,8 @@ def model_config(chosen: ModelConfig) -> Any:
         return AutoConfig.for_model(**chosen.random_init)
     path, trusted, overrides = str(chosen.path), chosen.trust_remote_code, chosen.config or {}
     sizes = published_sizes(path)
-    if (
-        sizes is not None and not overrides
-    ):  # keys are those of the real file, which may hold more than a language model
+    # Keys are those of the real file, which may hold more than the language model that is published here.
+    if sizes is not None and not overrides:
         return transformers_config(sizes)
     refuse_unreachable(path)
     read = AutoConfig.from_pretrained(path, trust_remote_code=trusted)

@@ -41,7 +41,5 @@ def _parameters(forward: Callable[..., Any]) -> Collection[str]:
 def balance_settings(model: Any) -> tuple[float | None, int | None]:
     """Return the weight of the load-balancing loss and the experts of a token; None where the configuration has no such field."""
     config = model.config.get_text_config(decoder=True)
-    weights = (getattr(config, name, None) for name in WEIGHTS)
-    return next((weight for weight in weights if weight is not None), None), getattr(
-        config, "num_experts_per_tok", None
-    )
+    weights = [weight for name in WEIGHTS if (weight := getattr(config, name, None)) is not None]
+    return next(iter(weights), None), getattr(config, "num_experts_per_tok", None)
